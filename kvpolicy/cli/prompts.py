@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
@@ -18,11 +19,12 @@ import attrs
 
 from kvpolicy.cli.output import info
 from kvpolicy.entry_points import nearest
-from kvpolicy.errors import KVPolicyError, RequestError, error_summary
+from kvpolicy.errors import KVPolicyError, RequestError
 from kvpolicy.files import MAX_BYTES, Line, decode, open_binary, parse_json, text_lines
 
 if TYPE_CHECKING:
     from kvpolicy.engine.requests.request import Request
+    from kvpolicy.model.chat import ChatEncoder
 
 _LIMITS = ("max_new_tokens", "stop")
 _SAMPLING = ("seed", "temperature", "top_k", "top_p")
@@ -265,34 +267,48 @@ def in_chat_template(prompts: Iterable[Prompt], tokenizer: Any, *, chat: bool) -
     Raises:
         KVPolicyError: The tokenizer has no chat template, or the template refuses the messages.
     """
-    return [rendered(one, tokenizer, chat=chat) for one in prompts]
+    template = ChatPrompts(tokenizer, chat=chat)
+    return [template.encoded(one) for one in prompts]
 
 
-def rendered(prompt: Prompt, tokenizer: Any, *, chat: bool) -> Prompt:
-    """Put the messages of one prompt into the chat template; as for `in_chat_template`.
+class ChatPrompts:
+    """Puts prompts that are chats into the model's chat template; as for `in_chat_template`."""
 
-    Raises:
-        RequestError: The template refuses the messages.
-        KVPolicyError: There is none.
-    """
-    messages: Sequence[Mapping[str, str]] = prompt.messages
-    if chat and not messages and isinstance(prompt.content, str):
-        messages = [{"role": "user", "content": prompt.content}]
-    if not messages:
-        return prompt
-    if not getattr(tokenizer, "chat_template", None):
-        what = f"{prompt.place} has messages" if prompt.messages else "--chat was given"
-        hint = 'write a "prompt" instead' if prompt.messages else "omit --chat"
-        msg = f"{what}, and this model's tokenizer has no chat template; {hint}."
-        raise KVPolicyError(msg)
-    try:
-        encoded = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=True
-        )
-    except Exception as error:  # templates are programs, and raise errors of their own
-        msg = f"{prompt.place}: the model's chat template refuses it: {error_summary(error)}."
-        raise RequestError(msg) from error
-    return attrs.evolve(prompt, content=[int(token) for token in encoded["input_ids"]])
+    def __init__(self, tokenizer: Any, *, chat: bool) -> None:
+        self._tokenizer, self._chat = tokenizer, chat
+
+    @cached_property
+    def _encoder(self) -> "ChatEncoder":
+        from kvpolicy.model.chat import ChatEncoder
+
+        return ChatEncoder(self._tokenizer)
+
+    def encoded(self, prompt: Prompt) -> Prompt:
+        """A prompt with the tokens of its messages, if it has any.
+
+        Args:
+            prompt: The prompt.
+
+        Raises:
+            RequestError: The template refuses the messages.
+            KVPolicyError: There is none.
+        """
+        messages: Sequence[Mapping[str, str]] = prompt.messages
+        if self._chat and not messages and isinstance(prompt.content, str):
+            messages = [{"role": "user", "content": prompt.content}]
+        if not messages:
+            return prompt
+        if not getattr(self._tokenizer, "chat_template", None):
+            what = f"{prompt.place} has messages" if prompt.messages else "--chat was given"
+            hint = 'write a "prompt" instead' if prompt.messages else "omit --chat"
+            msg = f"{what}, and this model's tokenizer has no chat template; {hint}."
+            raise KVPolicyError(msg)
+        try:
+            tokens = self._encoder.tokens(messages)
+        except RequestError as error:
+            msg = f"{prompt.place}: {error}."
+            raise RequestError(msg) from error
+        return attrs.evolve(prompt, content=tokens)
 
 
 def _record(line: str, place: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvpolicy.entry_points import installed, load_installed
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.model.chat import has_chat_template
 from kvpolicy.plugin_code import plugin_code
 from kvpolicy.serve.plans import ServedModel
 
@@ -23,7 +24,7 @@ def example_question(model: ServedModel) -> str | None:
     Args:
         model: The model.
     """
-    if not getattr(model.tokenizer, "chat_template", None):
+    if not has_chat_template(model.tokenizer):
         return None
     problem = _problem(model.name)
     if problem is None:

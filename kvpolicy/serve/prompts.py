@@ -1,8 +1,8 @@
 """From the texts and messages of a body to the tokens of prompts.
 
 Messages go through the chat template of the tokenizer, which transformers runs in a sandbox of
-jinja. They are its data: a template in a message is text like any other. A special token in a
-message is not: it could end the message early, so it is refused.
+jinja. They are its data: a template in a message is text like any other, and so is a special token;
+see `kvpolicy.model.chat`.
 """
 
 import asyncio
@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kvpolicy.engine.requests.sequence import encode
-from kvpolicy.errors import RequestError, error_summary
+from kvpolicy.errors import RequestError
+from kvpolicy.model.chat import ChatEncoder, has_chat_template
 from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.bodies import Message
 
@@ -40,10 +41,7 @@ class PromptEncoder:
         self._max_tokens = max_tokens
         self._max_length = max_tokens * max(map(len, tokenizer.get_vocab()))
         self._thread = ThreadPoolExecutor(1, "kvpolicy-encode")
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        # What stands for unknown text ends nothing, and may be a word.
-        special = {token.content for token in added if token.special}
-        self._special = sorted(special - {getattr(tokenizer, "unk_token", None)})
+        self._chat = ChatEncoder(self._tokenizer) if has_chat_template(tokenizer) else None
 
     def close(self) -> None:
         """End the thread."""
@@ -58,7 +56,7 @@ class PromptEncoder:
         Raises:
             ApiError: One of them is no valid prompt.
         """
-        return await self._run(lambda: [self._encode(one, "prompt") for one in prompts])
+        return await self._run(lambda: [self._encode(one) for one in prompts])
 
     async def chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The tokens of a chat up to where the next answer begins.
@@ -69,47 +67,37 @@ class PromptEncoder:
         Raises:
             ApiError: The model has no chat template, or its template refuses the messages.
         """
-        return await self._run(lambda: self._encode(self._chat_text(messages), "messages"))
+        return await self._run(lambda: self._encode_chat(messages))
 
     async def _run(self, make: Callable[[], _Made]) -> _Made:
         return await asyncio.get_running_loop().run_in_executor(self._thread, make)
 
-    def _encode(self, prompt: str | list[int], param: str) -> tuple[int, ...]:
-        if isinstance(prompt, str) and len(prompt) > self._max_length:
-            message = (
-                f"the prompt has {len(prompt):,} characters, which are more than this server's "
-                f"{self._max_tokens:,} tokens of a prompt can be"
-            )
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
+    def _encode(self, prompt: str | list[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            self._check_length(len(prompt), "prompt")
         try:
-            if param == "messages":  # the template has written the special tokens
-                ids = self._tokenizer(prompt, add_special_tokens=False)["input_ids"]
-                return encode(ids, None, self._vocab_size)
             return encode(prompt, self._tokenizer, self._vocab_size)
         except RequestError as error:
-            raise ApiError(400, str(error), param=param) from error
+            raise ApiError(400, str(error), param="prompt") from error
 
-    def _chat_text(self, messages: Sequence[Message]) -> str:
-        if not getattr(self._tokenizer, "chat_template", None):
+    def _encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        if self._chat is None:
             message = (
                 "the tokenizer of this model has no chat template; send a prompt to /v1/completions"
             )
             raise ApiError(400, message, param="messages", code="no_chat_template")
-        for number, one in enumerate(messages):
-            found = next((token for token in self._special if token in one.content), None)
-            if found is not None:
-                param = f"messages[{number}].content"
-                message = f"{param} holds '{found}', a special token of this model; leave it out"
-                raise ApiError(400, message, param=param)
         plain = [one.model_dump(exclude_none=True) | {"role": _ROLES[one.role]} for one in messages]
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    plain, add_generation_prompt=True, tokenize=False
-                )
-            )
-        except Exception as error:  # templates are programs, and raise errors of their own
+            chat = self._chat.render(plain)
+            self._check_length(chat.num_characters, "messages")
+            return encode(self._chat.encode(chat), None, self._vocab_size)
+        except RequestError as error:
+            raise ApiError(400, str(error), param="messages") from error
+
+    def _check_length(self, num_characters: int, param: str) -> None:
+        if num_characters > self._max_length:
             message = (
-                f"the chat template of this model refuses the messages: {error_summary(error)}"
+                f"the prompt has {num_characters:,} characters, which are more than this server's "
+                f"{self._max_tokens:,} tokens of a prompt can be"
             )
-            raise ApiError(400, message, param="messages") from error
+            raise ApiError(400, message, param=param, code="context_length_exceeded")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import attrs
 
-from kvpolicy.cli.prompts import Prompt, rendered
+from kvpolicy.cli.prompts import ChatPrompts, Prompt
 from kvpolicy.engine.arrival import Arrivals
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.requests.isolation import OnHookError
@@ -82,7 +82,7 @@ class Answering:
             RequestError: The prompt cannot be encoded or served.
             KVPolicyError: It is a chat, and the tokenizer has no chat template.
         """
-        whole = rendered(prompt, engine.tokenizer, chat=self.chat)
+        whole = ChatPrompts(engine.tokenizer, chat=self.chat).encoded(prompt)
         tokens = encode(whole.content, engine.tokenizer, engine.adapter.vocab_size)
         request = attrs.evolve(whole.request(self.defaults), prompt=tokens)
         arrivals = Arrivals(engine.adapter, engine.tokenizer, engine.resuming, engine.clock)

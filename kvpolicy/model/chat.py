@@ -1,0 +1,255 @@
+"""From messages to the tokens of a prompt, by the chat template of a tokenizer.
+
+Control tokens say whose turn it is and where it ends; they are the template's. What stands in a
+message is text, whatever it looks like: a special token in it is encoded letter by letter, as
+``split_special_tokens=True`` does. Without one, the tokens are those of `apply_chat_template`.
+
+Three renderings of a template make sure of it:
+
+* The texts of special tokens in messages are *hidden* while the template runs: stand-ins of
+  characters that nobody writes. What then looks like a special token is the template's own.
+* If anything was hidden, the template's own tokens become added tokens that are not special, so
+  that one call encodes these as tokens and the rest, with what was hidden, as text. Letters merge
+  over the borders of messages as they do without special tokens.
+* A template can also join its own letters with those of a message. In a *skeleton* the first and
+  last letters of special tokens, and names as a whole, are replaced in messages: the control tokens
+  of the prompt must be those of the skeleton, or the messages are refused.
+"""
+
+import copy
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import attrs
+from jinja2 import meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import AddedToken
+
+from kvpolicy.entry_points import nearest
+from kvpolicy.errors import RequestError, error_summary
+
+# Characters for private use: no tokenizer has tokens with them.
+_PRIVATE = (0xE000, 0xF8FF)
+_NUMBERS = 0xF0000  # the plane from which single tokens are numbered
+_STAND_IN = chr(_PRIVATE[0])
+
+# What a template is given anyway.
+_GIVEN = frozenset(
+    {"add_generation_prompt", "continue_final_message", "documents", "messages"}
+    | {"raise_exception", "strftime_now", "tools"}
+)
+# A block of transformers' own, which says what a template generates.
+_GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer has a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+@attrs.frozen
+class RenderedChat:
+    """Messages in a template, before they are encoded.
+
+    Attributes:
+        text: What the template makes of them; special tokens of messages are hidden.
+        skeleton: The same without letters of messages that could be part of a special token.
+        is_hiding: Whether anything is hidden in the text.
+        num_characters: Characters of the text and of what is hidden in it.
+    """
+
+    text: str
+    skeleton: str
+    is_hiding: bool
+    num_characters: int
+
+
+class ChatEncoder:
+    """Encodes messages by a chat template."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Look at the special tokens.
+
+        Args:
+            tokenizer: A tokenizer with a chat template; it is not changed.
+        """
+        self._tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        special = {token.content: number for number, token in added.items() if token.special}
+        self._special = sorted(special, key=len, reverse=True)  # the longest match first
+        self._ids = [special[text] for text in self._special]
+        self._pattern = re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
+        self._hiding, self._marking = _Marks(self._special), _Marks(self._special)
+        edges = {edge for text in special for edge in (text[0], text[-1]) if not edge.isspace()}
+        self._edges = str.maketrans(dict.fromkeys(edges, _STAND_IN))
+        # A tokenizer without bytes writes the unknown token for text, which controls nothing then.
+        unknown = tokenizer(_STAND_IN, add_special_tokens=False)["input_ids"]
+        self._control = frozenset(self._ids).difference(unknown)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the template reads, beside the messages and what goes with them."""
+        source = _GENERATION.sub("", self._tokenizer.get_chat_template())
+        environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+        read = meta.find_undeclared_variables(environment.parse(source))
+        return frozenset(read - _GIVEN - self._tokenizer.special_tokens_map.keys())
+
+    def tokens(self, messages: Messages, **options: Any) -> list[int]:
+        """The tokens of a chat; see `render` for arguments and errors."""
+        return self.encode(self.render(messages, **options))
+
+    def render(
+        self,
+        messages: Messages,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        generation_prompt: bool = True,
+        continue_last: bool = False,
+    ) -> RenderedChat:
+        """Put messages into the template.
+
+        Args:
+            messages: ``role``, ``content`` and what else the template reads of each. Roles are
+                the template's words; everything else is text of users.
+            variables: What the template reads beside the messages; see `variables`.
+            generation_prompt: Whether the prompt ends where the next answer begins.
+            continue_last: Whether it ends within the last message instead.
+
+        Raises:
+            RequestError: The template refuses them, or has no such variable.
+        """
+        for name in variables or {}:
+            if name not in self.variables:
+                msg = (
+                    f"the chat template of this model has no variable '{name:.60}'"
+                    f"{nearest(name, self.variables)}"
+                )
+                raise RequestError(msg)
+        options = {
+            "add_generation_prompt": generation_prompt and not continue_last,
+            "continue_final_message": continue_last,
+        }
+
+        def rendering(change: Callable[[str], str], name: Callable[[str], str]) -> str:
+            changed = _changed(list(messages), change, name)
+            given = _changed(dict(variables or {}), change, name)
+            try:
+                return str(
+                    self._tokenizer.apply_chat_template(changed, tokenize=False, **options, **given)
+                )
+            except Exception as error:  # templates are programs, and raise errors of their own
+                what = self._hiding.unmarked(error_summary(error))
+                msg = f"the chat template of this model refuses the messages: {what}"
+                raise RequestError(msg) from error
+
+        def hide(text: str) -> str:
+            return self._pattern.sub(self._hiding.mark, text)
+
+        def without_edges(text: str) -> str:
+            return text.translate(self._edges)
+
+        text = rendering(hide, hide)
+        skeleton = rendering(without_edges, lambda name: _STAND_IN * len(name))
+        whole = self._hiding.unmarked(text)
+        return RenderedChat(text, skeleton, whole != text, len(whole))
+
+    def encode(self, chat: RenderedChat) -> list[int]:
+        """The tokens of a chat.
+
+        Args:
+            chat: What `render` has made.
+
+        Raises:
+            RequestError: Text of a message would be read as a control token.
+        """
+        ids = self._encoded_apart(chat.text) if chat.is_hiding else self._encoded(chat.text)
+        if chat.skeleton != chat.text:
+            own = self._controls(self._encoded(chat.skeleton))
+            found = self._controls(ids)
+            if found != own:
+                token = self._special[self._ids.index(_first_added(own, found))]
+                msg = (
+                    f"text of a message would be read as '{token}', a special token of this "
+                    "model; leave it out"
+                )
+                raise RequestError(msg)
+        return ids
+
+    def _encoded(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _encoded_apart(self, text: str) -> list[int]:
+        """The tokens of a text in which special tokens are tokens, and what is hidden is text."""
+        tokenizer, ids = self._apart
+        marked = self._hiding.unmarked(self._pattern.sub(self._marking.mark, text))
+        encoded = tokenizer(marked, add_special_tokens=False, split_special_tokens=True)
+        return [ids.get(token, token) for token in encoded["input_ids"]]
+
+    @cached_property
+    def _apart(self) -> tuple[Any, dict[int, int]]:
+        """A tokenizer in which the marks of special tokens are tokens that are not special.
+
+        Returns:
+            The tokenizer, and the special token of each of the others.
+        """
+        tokenizer, added = copy.deepcopy(self._tokenizer), self._tokenizer.added_tokens_decoder
+        for mark, number in zip(self._marking.marks, self._ids, strict=True):
+            like = added[number]
+            tokenizer.add_tokens(
+                AddedToken(mark, lstrip=like.lstrip, rstrip=like.rstrip, normalized=False)
+            )
+        others = tokenizer.convert_tokens_to_ids(self._marking.marks)
+        return tokenizer, dict(zip(others, self._ids, strict=True))
+
+    def _controls(self, ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if token in self._control]
+
+
+class _Marks:
+    """Marks that stand for texts: nobody can guess them, and templates leave them alone."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        first, last = _PRIVATE
+        self.secret = "".join(chr(first + 1 + secrets.randbelow(last - first)) for _ in range(8))
+        self.marks = [self.secret + chr(_NUMBERS + number) for number in range(len(texts))]
+        self._texts = texts
+        self._mark_of = dict(zip(texts, self.marks, strict=True))
+        self._pattern = re.compile(f"{self.secret}(.)", re.DOTALL)
+
+    def mark(self, found: re.Match[str]) -> str:
+        """The mark of a text that was found."""
+        return self._mark_of[found[0]]
+
+    def unmarked(self, text: str) -> str:
+        """A text with its marks replaced by what they stand for."""
+        return self._pattern.sub(lambda found: self._texts[ord(found[1]) - _NUMBERS], text)
+
+
+def _changed(value: Any, change: Callable[[str], str], name: Callable[[str], str]) -> Any:
+    """Data with its texts changed, those of names in a way of their own; roles stay."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        by_key: dict[str, Callable[[str], str]] = {"name": name, "role": str}
+        return {
+            key: by_key[key](one)
+            if key in by_key and isinstance(one, str)
+            else _changed(one, change, name)
+            for key, one in value.items()
+        }
+    if isinstance(value, list):
+        return [_changed(one, change, name) for one in value]
+    return value
+
+
+def _first_added(own: Sequence[int], found: Sequence[int]) -> int:
+    """The first of the tokens found that is not one of its own; else of those that are missing."""
+    for at, token in enumerate(found):
+        if at >= len(own) or own[at] != token:
+            return token
+    return own[len(found)]
