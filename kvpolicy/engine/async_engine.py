@@ -94,7 +94,9 @@ class RequestStream:
         self._unread = unread
         self._with_logprobs = request.logprobs is not None
         tokenizer = run.tokenizer
-        self._pieces = None if tokenizer is None else TextPieces(tokenizer, request.stop)
+        self._pieces: TextPieces | None = None
+        if tokenizer is not None:
+            self._pieces = TextPieces(tokenizer, request.stop, request.continued)
         self._is_over = False
         self._cancel = weakref.finalize(self, _cancel, run, number, unread)
         self._cancel.atexit = False

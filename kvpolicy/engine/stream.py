@@ -31,12 +31,15 @@ class Stream:
 
     def __iter__(self) -> abc.Iterator[Any]:
         """Yield what each token adds; the pieces together are the text of the result."""
-        pieces = TextPieces(self._run.tokenizer, self._run.requests[0].stop)
+        tokenizer, (request,) = self._run.tokenizer, self._run.requests
+        pieces = None
+        if tokenizer is not None:
+            pieces = TextPieces(tokenizer, request.stop, request.continued)
         while self.result is None:
             events = self._run.step()
             self.result = next(iter(events.results), None)
             tokens = [token for _, token in events.tokens]
-            if self._run.tokenizer is None:
+            if pieces is None:
                 yield from tokens
             else:
                 text = "" if self.result is None else self.result.text or ""

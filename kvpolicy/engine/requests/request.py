@@ -130,10 +130,12 @@ class Request:
 
     Attributes:
         prompt: Text (the engine needs a tokenizer then) or token ids. With ``resume``, the tokens
-            that follow those of the snapshot; empty: the newest answer of the snapshot goes on.
+            that follow those of the snapshot; empty: the newest answer of the snapshot goes on,
+            and the texts of both join to that of the whole.
         max_new_tokens: The most tokens to generate.
         sampling: How tokens are drawn.
-        stop: Texts that end the generation; the text of the result ends before them.
+        stop: Texts that end the generation; the text of the result ends before the first of them.
+            They are found whatever tokens they are made of, and may be or have special tokens.
         stop_ids: Tokens that end the generation; ``None`` means the model's own.
         resume: The sequence to go on with; ``None``: a new one.
         snapshot: Whether `Result.snapshot` is wanted.
@@ -159,3 +161,9 @@ class Request:
         default=None, validator=optional(_at_least(0)), kw_only=True
     )
     logprobs: int | None = attrs.field(default=None, validator=optional(_integer(0)), kw_only=True)
+
+    @property
+    def continued(self) -> Sequence[int]:
+        """Tokens of the newest answer of the snapshot, if it is what goes on."""
+        is_empty = isinstance(self.prompt, (str, list, tuple)) and not self.prompt
+        return self.resume.tokens if self.resume is not None and is_empty else ()

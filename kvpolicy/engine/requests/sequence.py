@@ -8,16 +8,14 @@ from typing import Any
 import attrs
 
 from kvpolicy.cache.static_step import Continuation
-from kvpolicy.engine.requests.detokenize import decode
+from kvpolicy.engine.requests.detokenize import TextDecoder, decode
 from kvpolicy.engine.requests.logprobs import TokenLogprobs
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import FinishReason, Result
+from kvpolicy.engine.requests.stop_strings import Judged, Stop, StopStrings
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import RequestError, error_summary
 from kvpolicy.state import SequenceMemory, WaitingRequest
-
-# Tokens decoded beyond the length of the longest stop string, as some decode to nothing.
-_STOP_MARGIN = 8
 
 
 @attrs.define(eq=False)
@@ -87,7 +85,9 @@ class Sequence:
     newest_at: float = 0.0
     newest_after: int = 0
     continuation: Continuation = attrs.field(init=False)
-    _text_end: int | None = None
+    _stop: Stop | None = None
+    _decoder: TextDecoder | None = attrs.field(default=None, init=False)
+    _judged: Judged = attrs.field(default=Judged(), init=False)
 
     @property
     def waiting(self) -> WaitingRequest:
@@ -162,35 +162,37 @@ class Sequence:
     def _has_stop_string(self) -> bool:
         if self.tokenizer is None:
             return False
-        tail = max(map(len, self.request.stop)) + _STOP_MARGIN
-        recent = self._decode(self.tokens[-tail:])
-        if not any(stop in recent for stop in self.request.stop):
+        try:
+            decoder = self._decoder
+            if decoder is None:
+                decoder = self._decoder = TextDecoder(self.tokenizer, self.tokens[:-1])
+                # One that ends within a resumed part has been passed already.
+                self._judged = Judged(decoder.num_complete, len(decoder.special))
+            decoder.add(self.tokens[-1])
+        except RequestError as error:
+            self._fail_to_decode(error)
             return False
-        text, before = self._decode(self.tokens), self._text_before()
-        # One that ends within the resumed part has been passed already.
-        first = [max(before - len(stop) + 1, 0) for stop in self.request.stop]
-        starts = [text.find(*pair) for pair in zip(self.request.stop, first, strict=True)]
-        found = min((start for start in starts if start >= 0), default=None)
-        self._text_end = None if found is None else max(found - before, 0)
-        return self._text_end is not None
-
-    def _text_before(self) -> int:
-        """Length of the text of a resumed answer."""
-        return len(self._decode(self.tokens[: self.num_before])) if self.num_before else 0
+        self._stop = StopStrings(self.request.stop).first_in(decoder, self._judged)
+        self._judged = Judged(len(decoder.final), len(decoder.special))
+        return self._stop is not None
 
     def text(self) -> str | None:
         """The text generated for this request, without special tokens, up to a stop string."""
         if self.tokenizer is None:
             return None
-        return self._decode(self.own_tokens)[: self._text_end]
-
-    def _decode(self, tokens: list[int]) -> str:
-        """The text of tokens; the sequence ends with an error if the tokenizer raises."""
+        before = 0
         try:
-            return decode(self.tokenizer, tokens)
+            if self.num_before:
+                resumed = TextDecoder(self.tokenizer, self.tokens[: self.num_before])
+                before = resumed.num_complete
+            text = decode(self.tokenizer, self.tokens)[before:]
         except RequestError as error:
-            self.finish_reason, self.error = "error", str(error)
+            self._fail_to_decode(error)
             return ""
+        return text if self._stop is None else text[: max(self._stop.place - before, 0)]
+
+    def _fail_to_decode(self, error: RequestError) -> None:
+        self.finish_reason, self.error = "error", str(error)
 
     def result(self) -> Result:
         """The result of a sequence that has ended."""
