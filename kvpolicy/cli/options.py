@@ -5,13 +5,14 @@ An option is an annotated type, so that it has one name, one help text and one p
 
 import inspect
 import os
+import stat
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from functools import wraps
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import attrs
 import typer
@@ -441,7 +442,7 @@ def _prompts(options: GenerationOptions) -> list[Prompt]:
     if options.prompt is not None:
         return [Prompt(0, options.prompt)]
     # An installed model may come with a task of the same name.
-    if sys.stdin.isatty() and options.model in installed("kvpolicy.tasks"):
+    if not _is_redirected(sys.stdin) and options.model in installed("kvpolicy.tasks"):
         make_task = load_installed("kvpolicy.tasks", options.model, what="task")
         with plugin_code(f"task '{options.model}' is broken", KVPolicyError):
             example = make_task().examples(1, seed=options.seed)[0]
@@ -451,6 +452,15 @@ def _prompts(options: GenerationOptions) -> list[Prompt]:
         return [Prompt(0, example.prompt)]
     msg = "no prompt: give one, '-' to read one from standard input, or --prompts FILE."
     raise KVPolicyError(msg)
+
+
+def _is_redirected(stream: TextIO | None) -> bool:
+    """Whether a stream reads a pipe or a file, which may hold the prompt that was forgotten."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode if stream is not None else 0
+    except (OSError, ValueError):  # closed, or no file
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
 def choose_plan(
@@ -475,7 +485,7 @@ def choose_plan(
     given = _typed_numbers(numbers)
     if file is not None:
         if policies:
-            msg = "--plan and --policy were given; give one of them."
+            msg = "a plan and --policy were given; give one of them."
             raise KVPolicyError(msg)
         options = {key: f"--{key}" for key in numbers}
         return Plan.load(file, [*given, *overrides], options=options)

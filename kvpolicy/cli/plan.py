@@ -1,8 +1,9 @@
 """``kvpolicy plan show``, ``plan check``, ``plan schema`` and ``plan suggest``.
 
 With ``--json``, `show` prints ``{"model", "dtype", "tokens", "prompt_tokens", "slots", "digest",
-"bytes_per_slot", "bytes", "full_bytes_per_slot", "shared_bytes_per_slot", "layers": [{"layer",
-"stack", "budget", "buffer", "sliding_window", "rows_per_slot", "bytes_per_slot"}], "schedule"}``.
+"bytes_per_slot", "bytes", "copied_bytes", "full_bytes_per_slot", "shared_bytes_per_slot",
+"layers": [{"layer", "stack", "budget", "buffer", "sliding_window", "rows_per_slot",
+"bytes_per_slot"}], "schedule"}``.
 A budget is null if all rows stay, a sliding window if the layer has none; a layer whose budget is
 given as a share also has ``"budget_from"``, one in which the rows of prompts stay ``"prompt"``.
 `check` prints ``{"file", "model", "ok", "digest", "problems":
@@ -18,13 +19,18 @@ import typer
 from kvpolicy.cli.failures import WRONG_INPUT
 from kvpolicy.cli.options import (
     DEFAULT_MODEL,
+    Budget,
+    Buffer,
     Dtype,
     Json,
+    Length,
     Model,
     Overrides,
     Plugins,
+    Policies,
     PromptTokens,
     TrustRemoteCode,
+    choose_plan,
     examples,
     register_plugins,
 )
@@ -58,10 +64,18 @@ app = typer.Typer(
     epilog=examples(
         "kvpolicy plan show plan.toml",
         "kvpolicy plan show skipkv --set budget=64 --toml",
+        "kvpolicy plan show --policy h2o+protect --budget 64",
     ),
 )
 def show(
-    file: Annotated[Path, typer.Argument(metavar="FILE|NAME", help="A plan, as TOML.")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE|NAME", help="A plan, as TOML; or name policies."),
+    ] = None,
+    policy: Policies = None,
+    budget: Budget = None,
+    buffer: Buffer = None,
+    length: Length = None,
     model: Model = DEFAULT_MODEL,
     slots: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 8,
     tokens: Annotated[
@@ -87,9 +101,9 @@ def show(
         raise KVPolicyError(msg)
     register_plugins(plugin)
     from kvpolicy.model.loading import load_skeleton
-    from kvpolicy.plan.plan import Plan
 
-    plan = Plan.load(file, overrides or [])
+    numbers = {"budget": budget, "buffer": buffer, "length": length}
+    plan = choose_plan(file, policy or [], numbers, overrides or [])
     skeleton = load_skeleton(model, dtype=dtype, trust_remote_code=trust_remote_code)
     from kvpolicy.engine.memory.footprint import footprint
 
@@ -101,7 +115,8 @@ def show(
     elif json:
         print_json({"model": model, **found.to_dict()}, indent=2)
     else:
-        print_lines(_lines(found, file, model))
+        name = str(file) if file is not None else "+".join(policy or ["the full cache"])
+        print_lines(_lines(found, name, model))
 
 
 @app.command(
@@ -193,7 +208,7 @@ def _check(file: Path, model: str, overrides: list[str], trust_remote_code: bool
     return PlanCheck((*found.problems, *problems), found.resolved)
 
 
-def _lines(found: "Footprint", file: Path, model: str) -> list[str]:
+def _lines(found: "Footprint", name: str, model: str) -> list[str]:
     windows = any(layer.sliding_window for layer in found.layers)
     rows = [_row(group, windows=windows) for group in found.groups]
     window = ["window"] if windows else []
@@ -203,13 +218,13 @@ def _lines(found: "Footprint", file: Path, model: str) -> list[str]:
     share = found.bytes_per_slot / found.full_bytes_per_slot
     table = format_table(headers, rows, right=range(1, len(headers) - 1), width=terminal_width())
     return [
-        f"{file} on {model}: {len(found.layers)} layers, {found.dtype}, "
+        f"{name} on {model}: {len(found.layers)} layers, {found.dtype}, "
         f"sequences of up to {found.tokens:,} tokens{_prompts(found)}",
         "",
         *table.split("\n"),
         "",
         f"per slot    {format_bytes(found.bytes_per_slot)}, {share:.1%} of the full cache{rest}",
-        f"{found.slots} slots".ljust(12) + format_bytes(found.num_bytes),
+        f"{found.slots} slots".ljust(12) + format_bytes(found.num_bytes) + _copied(found),
         *_probe(found),
         f"digest      {found.plan.digest()}",
         *_shares(found.layers),
@@ -223,6 +238,13 @@ def _prompts(found: "Footprint") -> str:
     if found.prompt_tokens == found.tokens:
         return ", which may be prompts as a whole: give --prompt-tokens if prompts are shorter"
     return f", prompts of up to {found.prompt_tokens:,}"
+
+
+def _copied(found: "Footprint") -> str:
+    """What a compaction takes for a moment, which ``--kv-memory`` counts, too."""
+    if not found.plan.compacting_layers():
+        return ""
+    return f", and {format_bytes(found.copied_bytes)} for a moment in a compaction"
 
 
 def _probe(found: "Footprint") -> list[str]:

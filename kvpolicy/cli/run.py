@@ -259,5 +259,6 @@ def format_report(report: "RunReport") -> str:
         f"{format_seconds(report.elapsed_s, report.compile_s)}: "
         f"{report.new_tokens:,} tokens, {report.throughput_tok_s:.0f}/s; "
         f"policies took {report.policy_share:.1%} of the decode time; "
-        f"peak KV bytes {format_bytes(report.peak_kv_bytes)}{shared}."
+        f"peak KV bytes {format_bytes(report.peak_kv_bytes)}{shared}, with positions, "
+        "what policies track, and copies."
     )

@@ -164,3 +164,26 @@ def test_a_budget_that_heads_share_is_shown_as_shared(
     assert "16 shared" in shown.out
     own = kvpolicy("plan", "show", written(tmp_path, "h2o"), "--model", model_folder)
     assert "shared  " not in own.out
+
+
+def test_policies_are_shown_without_a_file(
+    kvpolicy: Shell, tmp_path: Path, model_folder: Path
+) -> None:
+    words = ("plan", "show", "--model", model_folder, "--json")
+    options = ("--policy", "h2o", "--budget", 16, "--buffer", 8)
+    named = kvpolicy(*words, *options).json
+    assert named == kvpolicy(*words, written(tmp_path, "h2o")).json
+    assert kvpolicy(*words, written(tmp_path, "h2o"), *options).status == 2
+
+
+def test_what_a_compaction_copies_is_shown(
+    kvpolicy: Shell, tmp_path: Path, model_folder: Path
+) -> None:
+    words = ("--model", model_folder, "--json", "--slots", 1)
+    shown = kvpolicy("plan", "show", written(tmp_path, "h2o"), *words).json
+    model, _ = load_model(str(model_folder))
+    engine = Engine(model, None, Plan.load(written(tmp_path, "h2o")))
+    run = engine.generate([[5] * 10], max_new_tokens=40, stop_ids=())
+    run.results()
+    assert run.report.compactions
+    assert shown["bytes"] < run.report.peak_kv_bytes <= shown["bytes"] + shown["copied_bytes"]

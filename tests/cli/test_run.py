@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -449,3 +450,16 @@ def test_a_prompt_in_json_lines_may_contain_line_separators(tmp_path: Path) -> N
     (tmp_path / "a.jsonl").write_text('{"prompt": "a\u2028b\x85c"}\n', encoding="utf-8")
     (prompt,) = read_prompts(str(tmp_path / "a.jsonl"))
     assert prompt.content == "a\u2028b\x85c"
+
+
+@pytest.mark.needs_reasoner
+def test_without_a_prompt_a_problem_is_used_unless_a_prompt_may_have_been_piped(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with open(os.devnull, encoding="utf-8") as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        assert kvpolicy("run", "--max-new-tokens", 1).status == 0
+    (tmp_path / "prompt.txt").write_text("1 + 1 = ?", encoding="utf-8")
+    with open(tmp_path / "prompt.txt", encoding="utf-8") as redirected:
+        monkeypatch.setattr("sys.stdin", redirected)
+        assert kvpolicy("run", "--max-new-tokens", 1).status == 2

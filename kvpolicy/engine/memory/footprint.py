@@ -134,6 +134,7 @@ class Footprint:
             "digest": self.plan.digest(),
             "bytes_per_slot": self.bytes_per_slot,
             "bytes": self.num_bytes,
+            "copied_bytes": self.copied_bytes,
             "full_bytes_per_slot": self.full_bytes_per_slot,
             "shared_bytes_per_slot": self.shared_bytes_per_slot,
             "probe_bytes_per_slot": self.probe_bytes_per_slot,
