@@ -19,7 +19,7 @@ Three renderings of a template make sure of it:
 import copy
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -99,6 +99,23 @@ class ChatEncoder:
         read = meta.find_undeclared_variables(environment.parse(source))
         return frozenset(read - _GIVEN - self._tokenizer.special_tokens_map.keys())
 
+    def check_variables(self, names: Iterable[str]) -> None:
+        """Refuse what the template does not read.
+
+        Args:
+            names: Names of variables.
+
+        Raises:
+            RequestError: The template does not have one of them.
+        """
+        for name in names:
+            if name not in self.variables:
+                msg = (
+                    f"the chat template of this model has no variable '{name:.60}'"
+                    f"{nearest(name, self.variables)}"
+                )
+                raise RequestError(msg)
+
     def tokens(self, messages: Messages, **options: Any) -> list[int]:
         """The tokens of a chat; see `render` for arguments and errors."""
         return self.encode(self.render(messages, **options))
@@ -123,13 +140,7 @@ class ChatEncoder:
         Raises:
             RequestError: The template refuses them, or has no such variable.
         """
-        for name in variables or {}:
-            if name not in self.variables:
-                msg = (
-                    f"the chat template of this model has no variable '{name:.60}'"
-                    f"{nearest(name, self.variables)}"
-                )
-                raise RequestError(msg)
+        self.check_variables(variables or {})
         options = {
             "add_generation_prompt": generation_prompt and not continue_last,
             "continue_final_message": continue_last,

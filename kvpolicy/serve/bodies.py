@@ -1,8 +1,8 @@
 """Bodies of requests: the fields of OpenAI's interface that this server has, with their limits.
 
-A field that is not supported may be sent with the value that has no effect, as many clients do.
-With any other value it is refused, and so is a field that is not known: a request never gets an
-answer to another question than the one that was asked.
+A field that is not supported may be sent with a value that has no effect, as many clients do; see
+`kvpolicy.serve.fields`. With any other value it is refused, and so is a field that is not known: a
+request never gets an answer to another question than the one that was asked.
 """
 
 from collections.abc import Mapping
@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from kvpolicy.entry_points import nearest
+from kvpolicy.serve import fields
 from kvpolicy.text import visible
 from kvpolicy.validators import MAX_COUNT, MAX_SEED
 
@@ -29,9 +30,6 @@ MAX_STOPS = 4
 MAX_STOP_LENGTH = 256  # characters
 MAX_TOP_LOGPROBS = 20
 _MAX_NAME = 256  # characters of names and the like
-
-# Values of unsupported fields that have no effect.
-_OFF: tuple[object, ...] = (None, False, [], {})
 
 
 def _refuse(param: str, message: str) -> NoReturn:
@@ -55,14 +53,16 @@ def _plain(text: Any) -> Any:
 
 Name = Annotated[str, BeforeValidator(_plain), Field(max_length=_MAX_NAME)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+StopIds = Annotated[list[int], Field(max_length=64, fail_fast=True)]
 
 
 class _Strict(BaseModel):
     """An object of a body: unknown fields are refused, and no value is converted."""
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
-    # Unsupported fields, and the values of each that have no effect.
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    unserved: ClassVar[Mapping[str, fields.Unserved]] = {}
+    # Whether a field that is in no list changes nothing.
+    is_open: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
@@ -70,11 +70,13 @@ class _Strict(BaseModel):
         if not isinstance(given, dict):
             return given
         for name, value in given.items():
-            if name in cls.model_fields or value in cls.neutral.get(name, ()):
+            field = cls.unserved.get(name)
+            if name in cls.model_fields or (field is not None and field.takes(value, given)):
                 continue
-            if name in cls.neutral:
-                message = f"{name} is not supported by this server; leave it out"
-                _refuse(name, message)
+            if field is not None:
+                _refuse(name, f"{name} is not supported by this server; {field.instead}")
+            if cls.is_open:
+                continue
             # Half a character in a name has no form that pydantic takes.
             shown = visible(name[:_MAX_NAME])
             known = f"there is no field '{shown:.60}'{nearest(shown, cls.model_fields)}"
@@ -85,9 +87,15 @@ class _Strict(BaseModel):
 class StreamOptions(_Strict):
     """``stream_options``."""
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"include_obfuscation": _OFF}
+    unserved: ClassVar[Mapping[str, fields.Unserved]] = fields.STREAM_OPTIONS
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @field_validator("include_usage", "continuous_usage_stats", mode="before")
+    @classmethod
+    def _default(cls, value: Any) -> Any:
+        return False if value is None else value
 
 
 class Extension(_Strict):
@@ -101,45 +109,43 @@ class Extension(_Strict):
 
     kept: bool = False
     token_ids: bool = False
-    stop_ids: Annotated[list[int], Field(max_length=64, fail_fast=True)] | None = None
+    stop_ids: StopIds | None = None
 
 
 class GenerationBody(_Strict):
     """What both endpoints have."""
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "best_of": (None, 1),
-        "frequency_penalty": (None, 0),
-        "function_call": (None, "none"),
-        "functions": _OFF,
-        "logit_bias": _OFF,
-        "metadata": _OFF,
-        "presence_penalty": (None, 0),
-        "response_format": (None, {"type": "text"}),
-        "service_tier": (None, "auto", "default"),
-        "store": _OFF,
-        "tool_choice": (None, "none"),
-        "tools": _OFF,
-    }
-
     model: Name
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = None
     stop: list[str] = []
+    stop_token_ids: StopIds | None = None
+    ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: Name | None = None
     kvpolicy: Extension = Extension()
 
-    @field_validator("n", "stream", "kvpolicy", mode="before")
+    @field_validator("n", "ignore_eos", "stream", "kvpolicy", mode="before")
     @classmethod
     def _default(cls, value: Any, info: Any) -> Any:
         """OpenAI's interface allows null for what has a default."""
         return cls.model_fields[info.field_name].default if value is None else value
+
+    @field_validator("top_k", mode="after")
+    @classmethod
+    def _all(cls, value: int | None) -> int | None:
+        """Other servers write -1 for all tokens."""
+        return 0 if value == -1 else value
+
+    @field_validator("seed", mode="after")
+    @classmethod
+    def _drawn(cls, value: int | None) -> int | None:
+        """Other servers write -1 for a seed that is drawn."""
+        return None if value == -1 else value
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -181,11 +187,7 @@ def _are_ids(value: Any) -> bool:
 class CompletionBody(GenerationBody):
     """Body of ``/v1/completions``."""
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **GenerationBody.neutral,
-        "echo": _OFF,
-        "suffix": (None, ""),
-    }
+    unserved: ClassVar[Mapping[str, fields.Unserved]] = fields.COMPLETION
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -203,45 +205,59 @@ def _text_of(value: Any) -> Any:
         return _plain(value)
     texts = []
     for part in value:
-        is_text = isinstance(part, dict) and part.keys() == {"type", "text"}
-        if not is_text or part["type"] != "text" or not isinstance(part["text"], str):
+        # What else a part has is for caches of other servers.
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
             msg = 'should be a text, or parts {"type": "text", "text": TEXT}'
             raise ValueError(msg)
         texts.append(part["text"])
     return _plain("".join(texts))
 
 
+Text = Annotated[str, BeforeValidator(_text_of)]
+
+
+def _plain_data(value: Any) -> Any:
+    """Data in which every text is plain."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain_data(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain_data(one) for one in value]
+    return _plain(value)
+
+
 class Message(_Strict):
     """One message of a chat."""
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "annotations": _OFF,
-        "audio": _OFF,
-        "function_call": _OFF,
-        "refusal": _OFF,
-        "tool_calls": _OFF,
-    }
+    unserved: ClassVar[Mapping[str, fields.Unserved]] = fields.MESSAGE
+    is_open: ClassVar[bool] = True  # as what clients keep beside a message
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_text_of)]
+    content: Text
     name: Name | None = None
+    reasoning_content: Text | None = None
 
 
 class ChatBody(GenerationBody):
     """Body of ``/v1/chat/completions``."""
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **GenerationBody.neutral,
-        "modalities": (None, ["text"]),
-        "parallel_tool_calls": (None, False, True),
-        "prediction": _OFF,
-        "reasoning_effort": _OFF,
-    }
+    unserved: ClassVar[Mapping[str, fields.Unserved]] = fields.CHAT
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_plain_data)] | None = None
+    reasoning_effort: Name | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the template is given beside the messages."""
+        effort = self.reasoning_effort
+        own = {} if effort is None else {"reasoning_effort": effort}
+        return own | (self.chat_template_kwargs or {})
 
     @model_validator(mode="after")
     def _agree(self) -> "ChatBody":
@@ -251,4 +267,7 @@ class ChatBody(GenerationBody):
         if len(given) > 1:
             message = "max_tokens and max_completion_tokens differ; give one of them"
             _refuse("max_completion_tokens", message)
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt exclude each other"
+            _refuse("continue_final_message", message)
         return self

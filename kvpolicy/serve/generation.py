@@ -45,6 +45,7 @@ def requests_of(
     prompts: Sequence[tuple[int, ...]],
     sampling: Sampling,
     limits: Limits,
+    stop_ids: Sequence[int],
     *,
     snapshot: bool = False,
 ) -> list[Request]:
@@ -57,17 +58,17 @@ def requests_of(
         prompts: Tokens of its prompts.
         sampling: How its first choice is sampled.
         limits: Its limits.
+        stop_ids: Tokens that end a choice.
         snapshot: Whether sequences are wanted as they are at their ends.
     """
     seeds = [(sampling.seed + i) % (MAX_SEED + 1) for i in range(body.n)]
-    ends = body.kvpolicy.stop_ids
     return [
         Request(
             prompt,
             limits.max_new_tokens,
             attrs.evolve(sampling, seed=seed),
             tuple(body.stop),
-            None if ends is None else tuple(ends),
+            tuple(stop_ids),
             deadline_s=limits.deadline_s,
             logprobs=limits.logprobs,
             snapshot=snapshot,

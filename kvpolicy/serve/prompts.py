@@ -15,7 +15,7 @@ from kvpolicy.engine.requests.sequence import encode
 from kvpolicy.errors import RequestError
 from kvpolicy.model.chat import ChatEncoder, has_chat_template
 from kvpolicy.serve.api_errors import ApiError
-from kvpolicy.serve.bodies import Message
+from kvpolicy.serve.bodies import ChatBody
 
 # Templates know system, user and assistant; OpenAI has renamed the first one.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -58,16 +58,16 @@ class PromptEncoder:
         """
         return await self._run(lambda: [self._encode(one) for one in prompts])
 
-    async def chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens of a chat up to where the next answer begins.
+    async def chat(self, body: ChatBody) -> tuple[int, ...]:
+        """The tokens of a chat up to where its answer begins.
 
         Args:
-            messages: The messages.
+            body: The messages, and what the template is given beside them.
 
         Raises:
-            ApiError: The model has no chat template, or its template refuses the messages.
+            ApiError: The model has no chat template, or its template refuses them.
         """
-        return await self._run(lambda: self._encode_chat(messages))
+        return await self._run(lambda: self._encode_chat(body))
 
     async def _run(self, make: Callable[[], _Made]) -> _Made:
         return await asyncio.get_running_loop().run_in_executor(self._thread, make)
@@ -80,15 +80,30 @@ class PromptEncoder:
         except RequestError as error:
             raise ApiError(400, str(error), param="prompt") from error
 
-    def _encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def _encode_chat(self, body: ChatBody) -> tuple[int, ...]:
         if self._chat is None:
             message = (
                 "the tokenizer of this model has no chat template; send a prompt to /v1/completions"
             )
             raise ApiError(400, message, param="messages", code="no_chat_template")
-        plain = [one.model_dump(exclude_none=True) | {"role": _ROLES[one.role]} for one in messages]
+        plain = [
+            one.model_dump(exclude_none=True) | {"role": _ROLES[one.role]} for one in body.messages
+        ]
+        variables = body.template_variables
         try:
-            chat = self._chat.render(plain)
+            self._chat.check_variables(variables)
+        except RequestError as error:
+            given = (
+                "reasoning_effort" if body.chat_template_kwargs is None else "chat_template_kwargs"
+            )
+            raise ApiError(400, str(error), param=given) from error
+        try:
+            chat = self._chat.render(
+                plain,
+                variables=variables,
+                generation_prompt=body.add_generation_prompt is not False,
+                continue_last=bool(body.continue_final_message),
+            )
             self._check_length(chat.num_characters, "messages")
             return encode(self._chat.encode(chat), None, self._vocab_size)
         except RequestError as error:

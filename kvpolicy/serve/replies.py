@@ -30,6 +30,20 @@ def cached_tokens(results: Mapping[int, Result], n: int) -> int:
     return sum(min(result.reused_tokens for result in one) for one in of_prompts)
 
 
+def token_counts(prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
+    """Tokens of an answer, whole or so far.
+
+    Args:
+        prompt_tokens: Tokens of the prompts.
+        new_tokens: Tokens generated.
+    """
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new_tokens,
+        "total_tokens": prompt_tokens + new_tokens,
+    }
+
+
 def usage_of(prompt_tokens: int, results: Mapping[int, Result], n: int) -> dict[str, Any]:
     """What an answer has cost.
 
@@ -46,9 +60,7 @@ def usage_of(prompt_tokens: int, results: Mapping[int, Result], n: int) -> dict[
     choices = _in_order(results)
     new_tokens = sum(len(result.tokens) for result in choices)
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": new_tokens,
-        "total_tokens": prompt_tokens + new_tokens,
+        **token_counts(prompt_tokens, new_tokens),
         "prompt_tokens_details": {"cached_tokens": cached_tokens(results, n)},
         "kvpolicy": {
             "peak_rows": max(result.peak_rows for result in choices),

@@ -15,14 +15,14 @@ from starlette.types import Receive, Scope, Send
 from kvpolicy.cli.output import format_count
 from kvpolicy.engine.requests.request import Sampling
 from kvpolicy.serve.api_errors import ApiError
-from kvpolicy.serve.bodies import ChatBody, CompletionBody
+from kvpolicy.serve.bodies import ChatBody, CompletionBody, StreamOptions
 from kvpolicy.serve.defects import answer_to_defect, note_defect
 from kvpolicy.serve.generation import SHUTTING_DOWN, Generation, Limits, random_seed, requests_of
 from kvpolicy.serve.kept import KeptRows
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.prompts import PromptEncoder
 from kvpolicy.serve.record import Outcome, Record
-from kvpolicy.serve.replies import ChatReply, CompletionReply, Reply, cached_tokens
+from kvpolicy.serve.replies import ChatReply, CompletionReply, Reply, cached_tokens, token_counts
 from kvpolicy.serve.settings import ServerSettings
 
 DEFAULT_COMPLETION_TOKENS = 16  # of OpenAI's interface
@@ -95,7 +95,7 @@ class Service:
             ApiError: It cannot be answered.
         """
         plan, record = self._begin(http, body)
-        prompts = [await self.encoder.chat(body.messages)]
+        prompts = [await self.encoder.chat(body)]
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         wanted = body.max_completion_tokens or body.max_tokens
         most = self._most_tokens(plan, prompts, wanted, None, param="messages")
@@ -183,7 +183,8 @@ class Service:
         # Sequences of some policies cannot be copied; their last rows are not told.
         can_show_end = body.kvpolicy.kept and plan.engine.resuming.problem is None
         sampling = self._sampling(body, plan)
-        requests = requests_of(body, prompts, sampling, limits, snapshot=can_show_end)
+        ends = _stop_ids(body, plan)
+        requests = requests_of(body, prompts, sampling, limits, ends, snapshot=can_show_end)
         record.choices = len(requests)
         try:
             generation = Generation(plan, requests, record)
@@ -203,6 +204,13 @@ class Service:
             raise
         _note_completed(record, generation, body)
         return JSONResponse(reply.whole(generation.results, record.prompt_tokens))
+
+
+def _stop_ids(body: CompletionBody | ChatBody, plan: ServedPlan) -> list[int]:
+    """Tokens that end a choice: the model's, unless others replace them, and further ones."""
+    own = () if body.ignore_eos else plan.engine.adapter.stop_ids
+    given = body.kvpolicy.stop_ids
+    return [*(own if given is None else given), *(body.stop_token_ids or ())]
 
 
 async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, _Made]) -> _Made:
@@ -280,6 +288,13 @@ async def _events(
 ) -> AsyncIterator[bytes]:
     lengths = [0] * record.choices
     unopened = set(range(record.choices))
+    options = body.stream_options or StreamOptions()
+
+    def event(data: dict[str, Any]) -> bytes:
+        if options.continuous_usage_stats:
+            data["usage"] = token_counts(record.prompt_tokens, record.new_tokens)
+        return _event(data)
+
     try:
         async for found in generation.chunks():
             if found is None:
@@ -290,13 +305,13 @@ async def _events(
             opening = reply.opening(index) if index in unopened else None
             unopened.discard(index)
             if opening is not None:
-                yield _event(opening)
+                yield event(opening)
             for piece in reply.pieces(index, chunk, lengths[index]):
-                yield _event(piece)
+                yield event(piece)
             lengths[index] += len(chunk.text)
-            if kept is not None and (event := await kept.event(chunk)) is not None:
-                yield _event(reply.kept(event))
-        if body.stream_options is not None and body.stream_options.include_usage:
+            if kept is not None and (rows := await kept.event(chunk)) is not None:
+                yield _event(reply.kept(rows))
+        if options.include_usage:
             yield _event(reply.last(generation.results, record.prompt_tokens))
         _note_completed(record, generation, body)
         yield format_sse_event(data_str="[DONE]")

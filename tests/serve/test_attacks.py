@@ -52,7 +52,6 @@ MALFORMED = {
     "half a character in a stop": with_field("stop", '"\\ud800"'),
     "NUL": with_field("prompt", '"a\\u0000b"'),
     "NUL in a stop": with_field("stop", '["\\u0000"]'),
-    "NUL in a user": with_field("user", '"\\u0000"'),
     "a bare control character": b'{"model": "tiny", "prompt": "a\nb"}',
     "NaN": with_field("temperature", "NaN"),
     "infinity": with_field("temperature", "-Infinity"),
