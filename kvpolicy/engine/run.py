@@ -38,9 +38,10 @@ class Run:
         requests: The requests it was made with, in order of arrival.
         tokenizer: The engine's.
         batch: The sequences in their slots, with their cache.
-        takes_turns: Whether a step has one prefill forward at most, so that sequences that are
-            decoded wait no longer for their next token, and new requests no longer to be noticed.
-            If not, the prompts of all free slots are prefilled first.
+        takes_turns: Whether a step is one prefill forward or one decode, in turns, so that first
+            tokens leave before the next decode, sequences that are decoded wait for one prefill
+            forward at most, and new requests are noticed after each. If not, the prompts of all
+            free slots are prefilled first, and a decode follows in the same step.
     """
 
     takes_turns = False
@@ -99,6 +100,7 @@ class Run:
         )
         self._groups: deque[list[Sequence]] = deque()  # whose prompts are not all in
         self._num_prefills = 0
+        self._has_prefilled = False  # in the step before, if prefills and decodes take turns
         self._measured: deque[Measured | None] = deque()
         self._new_tokens: list[tuple[int, int]] = []
         self._new_logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -252,13 +254,16 @@ class Run:
         """One step of the loop: schedule, prefill, decode, compact, finish."""
         batch = self.batch
         self._begin_step()
-        while (group := self._next_group()) is not None:
+        is_decode_due = self._has_prefilled and bool(batch.ready)
+        self._has_prefilled = False
+        while not is_decode_due and (group := self._next_group()) is not None:
             with self._prefill_time(group):
                 self._prefill(group)
                 batch.compact()
             self._finish_ended()
             if self.takes_turns:
-                break
+                self._has_prefilled = True
+                return
         if batch.ready:
             with self._decode_time():
                 self._decode()

@@ -18,7 +18,8 @@ class Stream:
     def __init__(self, run: Run) -> None:
         self.result: Result | None = None
         self._run = run
-        run.batch.max_steps = min(run.batch.max_steps, 1)  # pieces are wanted one by one
+        # Pieces are wanted one by one, and the first one as soon as it is there.
+        run.batch.max_steps, run.takes_turns = min(run.batch.max_steps, 1), True
 
     @property
     def report(self) -> RunReport:

@@ -142,6 +142,16 @@ def test_reader_gets_tokens_before_the_request_has_ended() -> None:
     served(main, engine(), before_step=gate.wait)
 
 
+def test_first_token_is_read_while_no_decode_may_begin() -> None:
+    async def main(serving: AsyncEngine) -> None:
+        stream = serving.submit(Request([5] * 20, 70))
+        assert len((await anext(stream)).tokens) == 1
+        gate.open()
+
+    gate = closed_gate(after=1)
+    served(main, Engine(shared_model(), plan=FULL), before_step=gate.wait)
+
+
 def test_text_waits_for_whole_characters_and_ends_before_a_stop_string() -> None:
     model = tiny_model(vocab=256, dtype=torch.float64)
     plain = Engine(model, byte_tokenizer(), FULL)

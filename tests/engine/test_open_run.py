@@ -243,8 +243,8 @@ def test_deadline_ends_a_request_that_runs_and_one_that_waits() -> None:
     (ran,) = run.step().results
     (alone,) = engine.generate([Request([5, 6], 50)]).results()
     assert (ran.id, ran.finish_reason) == (0, "deadline")
-    assert len(ran.tokens) == 6
-    assert ran.tokens == alone.tokens[:6]
+    assert len(ran.tokens) == 5
+    assert ran.tokens == alone.tokens[:5]
     assert [(one.id, one.finish_reason) for one in run] == [(2, "length")]
 
 
@@ -383,11 +383,12 @@ def test_running_sequence_waits_for_one_chunk_at_most(steps_per_read: int) -> No
     run = engine.open_run(max_len=120)
     run.submit(Request([5], 90))
     run.step()
+    run.step()
     for _ in range(3):
         run.submit(Request([6] * 50, 5))
     num_before = len(engine.shapes)
     while run.num_open > 1:
-        assert 0 in {number for number, _ in run.step().tokens}
+        assert 0 in {number for number, _ in [*run.step().tokens, *run.step().tokens]}
     forwards = engine.shapes[num_before:]
     prefills = [batch * width for batch, width in forwards if width > 1]
     assert max(prefills) <= 20
@@ -398,6 +399,20 @@ def test_running_sequence_waits_for_one_chunk_at_most(steps_per_read: int) -> No
     assert is_prefill[: 2 * len(prefills)] == [True, False] * len(prefills)
     # Seconds of the clock are tokens computed: those of a chunk and of a decode step.
     assert max(prefills) < run.report.longest_gap_s <= max(prefills) + 4
+
+
+@pytest.mark.parametrize("steps_per_read", [1, 4])
+def test_first_tokens_leave_before_the_next_decode(steps_per_read: int) -> None:
+    engine = CountedTokens(slots=4, chunk=8, steps_per_read=steps_per_read)
+    run = engine.open_run(max_len=120)
+    for number, length in enumerate((1, 20, 9)):
+        run.submit(Request([6] * length, 90))
+        served: list[int] = []
+        while number not in served:
+            served = [one for one, _ in run.step().tokens]
+        assert served == [number]
+        assert engine.shapes[-1] == (1, (length - 1) % 8 + 1)  # the last chunk of the prompt
+        run.step()
 
 
 def test_closed_run_reports_how_long_sequences_waited() -> None:
@@ -569,7 +584,7 @@ def test_broken_run_ends_all_requests_with_the_error() -> None:
     assert [(one.id, one.finish_reason, one.error) for one in events.results] == [
         (number, "error", "it broke") for number in range(3)
     ]
-    assert len(events.results[0].tokens) == 2
+    assert len(events.results[0].tokens) == 1
     assert run.done
     with pytest.raises(EngineClosedError, match="it broke"):
         run.submit(Request([5]))

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+from forwards import shapes_of_forwards
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import prompts, seeds
@@ -26,6 +27,15 @@ def test_stream_pieces_equal_result_tokens(prompts: list[list[int]], length: int
     pieces = list(stream)
     assert pieces == greedy_tokens(shared_model(), prompts[0], length)
     assert stream.result.tokens == tuple(pieces)
+
+
+def test_first_piece_needs_the_forward_of_the_prompt_only() -> None:
+    model = tiny_model()
+    shapes = shapes_of_forwards(model)
+    stream = Engine(model, plan=Plan.uniform("full")).stream([1, 2, 3], max_new_tokens=5)
+    before = len(shapes)
+    next(iter(stream))
+    assert shapes[before:] == [(1, 3)]
 
 
 @pytest.mark.parametrize("length", [1, 5, 16])

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,6 +64,24 @@ def test_metrics_count_requests_tokens_and_rows() -> None:
     assert found["time_per_token_seconds_count", full] == 2
     assert found["slots", h2o] == 2
     assert found["cache_bytes", full] > found["cache_bytes", h2o] > 0
+
+
+def test_first_token_is_sent_and_timed_before_the_next_one_is_computed() -> None:
+    wants = {"kvpolicy": {"token_ids": True}}
+    with serving() as running, running.gate.closed(after=1):
+        sent = time.monotonic()
+        stream = iter(running.client().completions.create(**LONG, stream=True, extra_body=wants))
+        first = next(stream)
+        came = time.monotonic()
+        (extra,) = (choice.model_extra for choice in first.choices)
+        assert extra is not None
+        assert len(extra["token_ids"]) == 1
+        running.gate.open()
+        list(stream)
+        until(lambda: running.idle())
+        found = metrics(running)
+    assert found["time_to_first_token_seconds_count", of_plan("full")] == 1
+    assert found["time_to_first_token_seconds_sum", of_plan("full")] <= came - sent
 
 
 def test_gauges_tell_what_waits_and_what_runs() -> None:
