@@ -123,13 +123,16 @@ class GenerationBody(_Strict):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = None
     stop: list[str] = []
+    include_stop_str_in_output: bool = False
     stop_token_ids: StopIds | None = None
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     kvpolicy: Extension = Extension()
 
-    @field_validator("n", "ignore_eos", "stream", "kvpolicy", mode="before")
+    @field_validator(
+        "n", "include_stop_str_in_output", "ignore_eos", "stream", "kvpolicy", mode="before"
+    )
     @classmethod
     def _default(cls, value: Any, info: Any) -> Any:
         """OpenAI's interface allows null for what has a default."""

@@ -93,7 +93,6 @@ REQUEST: Mapping[str, Unserved] = {
     ),
     # What an answer has
     "echo": _only(False),
-    "include_stop_str_in_output": _only(False),
     "prompt_logprobs": _NONE,
     "return_token_ids": _only(False, instead=_TOKEN_IDS),
     "return_tokens_as_token_ids": _only(False, instead=_TOKEN_IDS),

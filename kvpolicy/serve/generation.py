@@ -72,6 +72,7 @@ def requests_of(
             deadline_s=limits.deadline_s,
             logprobs=limits.logprobs,
             snapshot=snapshot,
+            include_stop=body.include_stop_str_in_output,
         )
         for prompt in prompts
         for seed in seeds

@@ -16,6 +16,7 @@ from kvpolicy.engine.async_engine import AsyncEngine, RequestStream
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import EngineStats
+from kvpolicy.engine.requests.token_bytes import token_bytes
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.engine_log import EngineLog, broken_sentence
@@ -23,7 +24,7 @@ from kvpolicy.serve.record import Record
 
 _RECENT = 32  # requests whose durations say how long a full queue takes
 _MOST_RETRY_S = 60
-_MOST_TEXTS = 2**16  # tokens whose texts are remembered
+_MOST_TOKENS = 2**16  # whose bytes are remembered
 
 
 @attrs.define(eq=False)
@@ -103,7 +104,7 @@ class ServedModel:
     plans: Sequence[ServedPlan]
     prefix_store: PrefixStore | None = None
     created: int = attrs.field(factory=lambda: int(time.time()))
-    _texts: dict[int, str] = attrs.field(factory=dict, init=False)
+    _bytes: dict[int, bytes] = attrs.field(factory=dict, init=False)
 
     @property
     def by_id(self) -> dict[str, ServedPlan]:
@@ -137,10 +138,14 @@ class ServedModel:
         return plan
 
     def token_text(self, token: int) -> str:
-        """The text of one token by itself, special tokens included."""
-        text = self._texts.get(token)
-        if text is None:
-            text = str(self.tokenizer.decode([token]))
-            if len(self._texts) < _MOST_TEXTS:
-                self._texts[token] = text
-        return text
+        """The text of a token in the middle of a text; a part of a character is U+FFFD."""
+        return self.token_bytes(token).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token in the middle of a text, special tokens included."""
+        content = self._bytes.get(token)
+        if content is None:
+            content = token_bytes(self.tokenizer, token)
+            if len(self._bytes) < _MOST_TOKENS:
+                self._bytes[token] = content
+        return content

@@ -10,10 +10,8 @@ from kvpolicy.engine.async_engine import Chunk
 from kvpolicy.engine.requests.logprobs import TokenLogprobs
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.serve.bodies import ChatBody, CompletionBody
+from kvpolicy.serve.logprobs import CompletionLogprobs, chat_logprobs
 from kvpolicy.serve.plans import ServedModel, ServedPlan
-
-_BROKEN = "\ufffd"  # what a tokenizer makes of a part of a character
-_LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 def cached_tokens(results: Mapping[int, Result], n: int) -> int:
@@ -109,12 +107,12 @@ class Reply(ABC):
         }
 
     @abstractmethod
-    def _choice(self, result: Result) -> dict[str, Any]:
+    def _choice(self, index: int, result: Result) -> dict[str, Any]:
         """What a whole choice has, beside its number and why it ended."""
 
     @abstractmethod
-    def _piece(self, chunk: Chunk, before: int) -> dict[str, Any]:
-        """What a chunk of a stream has of a choice; ``before``: characters before it."""
+    def _piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        """What a chunk of a stream has of a choice."""
 
     @abstractmethod
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -134,7 +132,7 @@ class Reply(ABC):
         choices = [
             {
                 "index": index,
-                **self._choice(result),
+                **self._choice(index, result),
                 **self._token_ids(result.tokens),
                 "finish_reason": result.finish_reason,
             }
@@ -143,16 +141,15 @@ class Reply(ABC):
         usage = usage_of(prompt_tokens, results, self._body.n)
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
 
-    def pieces(self, index: int, chunk: Chunk, before: int) -> Iterator[dict[str, Any]]:
+    def pieces(self, index: int, chunk: Chunk) -> Iterator[dict[str, Any]]:
         """The chunks of a stream that a chunk of the engine makes.
 
         Args:
             index: Number of the choice.
             chunk: What the engine has generated.
-            before: Characters of the choice before it.
         """
         if chunk.text or (chunk.tokens and (self._body.kvpolicy.token_ids or chunk.logprobs)):
-            piece = self._piece(chunk, before)
+            piece = self._piece(index, chunk)
             yield self._chunk(index, {**piece, **self._token_ids(chunk.tokens)}, None)
         if chunk.result is not None:
             yield self._chunk(index, self._end(), chunk.result.finish_reason)
@@ -190,11 +187,18 @@ class CompletionReply(Reply):
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def _choice(self, result: Result) -> dict[str, Any]:
-        return {"text": result.text, "logprobs": self._logprobs(result.logprobs, 0)}
+    def __init__(
+        self, body: CompletionBody | ChatBody, model: ServedModel, plan: ServedPlan
+    ) -> None:
+        """Begin an answer, see `Reply`."""
+        super().__init__(body, model, plan)
+        self._logprobs_of: dict[int, CompletionLogprobs] = {}
 
-    def _piece(self, chunk: Chunk, before: int) -> dict[str, Any]:
-        return {"text": chunk.text, "logprobs": self._logprobs(chunk.logprobs, before)}
+    def _choice(self, index: int, result: Result) -> dict[str, Any]:
+        return {"text": result.text, "logprobs": self._logprobs(index, result.logprobs)}
+
+    def _piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        return {"text": chunk.text, "logprobs": self._logprobs(index, chunk.logprobs)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """There is none."""
@@ -204,24 +208,13 @@ class CompletionReply(Reply):
         return {"text": "", "logprobs": None}
 
     def _logprobs(
-        self, logprobs: Sequence[TokenLogprobs] | None, before: int
+        self, index: int, logprobs: Sequence[TokenLogprobs] | None
     ) -> dict[str, Any] | None:
         if logprobs is None:
             return None
-        texts = [self._model.token_text(one.token) for one in logprobs]
-        starts = [before]
-        for text in texts:
-            starts.append(starts[-1] + len(text))
-        top = [
-            {self._model.token_text(token): _finite(logprob) for token, logprob in one.top}
-            for one in logprobs
-        ]
-        return {
-            "tokens": texts,
-            "token_logprobs": [_finite(one.logprob) for one in logprobs],
-            "top_logprobs": top,
-            "text_offset": starts[:-1],
-        }
+        if index not in self._logprobs_of:
+            self._logprobs_of[index] = CompletionLogprobs(self._model)
+        return self._logprobs_of[index].of(logprobs)
 
 
 class ChatReply(Reply):
@@ -229,11 +222,11 @@ class ChatReply(Reply):
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def _choice(self, result: Result) -> dict[str, Any]:
+    def _choice(self, index: int, result: Result) -> dict[str, Any]:
         message = {"role": "assistant", "content": result.text, "refusal": None}
         return {"message": message, "logprobs": self._logprobs(result.logprobs)}
 
-    def _piece(self, chunk: Chunk, before: int) -> dict[str, Any]:
+    def _piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
         return {"delta": {"content": chunk.text}, "logprobs": self._logprobs(chunk.logprobs)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -245,23 +238,4 @@ class ChatReply(Reply):
         return {"delta": {}, "logprobs": None}
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
-        if logprobs is None:
-            return None
-        content = [
-            {
-                **self._token(one.token, one.logprob),
-                "top_logprobs": [self._token(token, logprob) for token, logprob in one.top],
-            }
-            for one in logprobs
-        ]
-        return {"content": content, "refusal": None}
-
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._model.token_text(token)
-        # Of a part of a character, the bytes are not known here.
-        known = None if _BROKEN in text else list(text.encode())
-        return {"token": text, "logprob": _finite(logprob), "bytes": known}
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)
+        return None if logprobs is None else chat_logprobs(self._model, logprobs)

@@ -286,7 +286,6 @@ async def _events(
     record: Record,
     kept: KeptRows | None,
 ) -> AsyncIterator[bytes]:
-    lengths = [0] * record.choices
     unopened = set(range(record.choices))
     options = body.stream_options or StreamOptions()
 
@@ -306,9 +305,8 @@ async def _events(
             unopened.discard(index)
             if opening is not None:
                 yield event(opening)
-            for piece in reply.pieces(index, chunk, lengths[index]):
+            for piece in reply.pieces(index, chunk):
                 yield event(piece)
-            lengths[index] += len(chunk.text)
             if kept is not None and (rows := await kept.event(chunk)) is not None:
                 yield _event(reply.kept(rows))
         if options.include_usage:

@@ -141,6 +141,17 @@ def test_a_stop_string_ends_the_text_before_it(server: Running, stream: bool) ->
     assert answers[-1].choices[0].finish_reason == "stop"
     assert whole.startswith(expected.text or "?")
     assert stop not in (expected.text or "")
+    found = server.client().completions.create(
+        model="tiny",
+        prompt=PROMPTS[1],
+        max_tokens=60,
+        temperature=0,
+        stop=stop,
+        stream=stream,
+        extra_body={"include_stop_str_in_output": True},
+    )
+    answers = list(found) if stream else [found]
+    assert "".join(a.choices[0].text for a in answers) == f"{expected.text}{stop}"
 
 
 def test_stop_ids_of_a_request_end_it(server: Running) -> None:

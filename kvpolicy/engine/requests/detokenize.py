@@ -10,7 +10,7 @@ from kvpolicy.errors import RequestError, error_summary
 # Tokenizers decode an incomplete character to the replacement character.
 _INCOMPLETE = "\ufffd"
 # What tokenizers with byte fallback call the tokens of single bytes.
-_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 # Tokens that are decoded together: those before the new one give it its spaces.
 _LONGEST_WINDOW, _CONTEXT = 16, 4
 # Cleaning up looks so many characters back for a space or an apostrophe to remove.
@@ -108,7 +108,7 @@ class TextDecoder:
 
     def _is_byte(self, token: int) -> bool:
         name = None if self._name_of is None else self._name_of(token)
-        return isinstance(name, str) and _BYTE_TOKEN.fullmatch(name) is not None
+        return isinstance(name, str) and BYTE_TOKEN.fullmatch(name) is not None
 
     def _stable_length(self, text: str) -> int:
         """The length of the part of the window's text that later tokens do not change."""

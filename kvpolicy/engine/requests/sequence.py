@@ -189,7 +189,11 @@ class Sequence:
         except RequestError as error:
             self._fail_to_decode(error)
             return ""
-        return text if self._stop is None else text[: max(self._stop.place - before, 0)]
+        if self._stop is None:
+            return text
+        begin = self._stop.place - before  # it may be in the resumed part
+        stop = self._stop.string[max(-begin, 0) :] if self.request.include_stop else ""
+        return text[: max(begin, 0)] + stop
 
     def _fail_to_decode(self, error: RequestError) -> None:
         self.finish_reason, self.error = "error", str(error)

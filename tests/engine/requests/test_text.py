@@ -56,12 +56,13 @@ def served(tokenizer: Any, tokens: list[int], **options: Any) -> Sequence:
     return one
 
 
-def first_stop(text: str, stops: list[str]) -> str | None:
-    """The text before the stop string that ends first; letter by letter."""
+def first_stop(text: str, stops: list[str]) -> tuple[str, str] | None:
+    """The stop string that ends first, after the text before it; letter by letter."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
-            return text[: end - max(map(len, found))]
+            stop = max(found, key=len)
+            return text[: end - len(stop)], stop
     return None
 
 
@@ -109,12 +110,14 @@ def test_pieces_join_to_the_text_before_the_first_stop_string(
     whole = decoded(tokenizer, tokens)
     begin = data.draw(st.integers(0, len(whole)))
     stops = [whole[begin : begin + data.draw(st.integers(1, 6))] or "#", "the", BROKEN + "never"]
-    one = served(tokenizer, tokens, stop=stops)
+    includes = data.draw(st.booleans())
+    one = served(tokenizer, tokens, stop=stops, include_stop=includes)
     prefixes = (decoded(tokenizer, tokens[:n]) for n in range(len(tokens) + 1))
     cuts = (cut for cut in (first_stop(text, stops) for text in prefixes) if cut is not None)
     expected = next(cuts, None)
     assert (one.finish_reason == "stop") == (expected is not None)
-    assert one.text() == (whole if expected is None else expected)
+    cut, stop = expected or (whole, "")
+    assert one.text() == cut + stop * includes
     pieces, sent, rest = TextPieces(tokenizer, stops), "", [*one.tokens]
     last = [rest.pop()] if expected is not None else []  # comes with the result
     while rest:
@@ -166,6 +169,7 @@ def test_special_token_stops_a_generation(kind: str) -> None:
     one = served(tokenizer, [*tokens, 5], stop=TURN)
     assert (one.finish_reason, one.tokens) == ("stop", tokens)
     assert one.text() == decoded(tokenizer, tokens)
+    assert served(tokenizer, tokens, stop=TURN, include_stop=True).text() == f"{one.text()}{TURN}"
     within = TURN.strip("<|>")  # a part of its name is no text
     assert served(tokenizer, [*tokens, 5], stop=within).finish_reason is None
 
