@@ -16,6 +16,7 @@ import attrs
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvpolicy.cache.slab import KVCache, LayerCache
 from kvpolicy.kernels.decode import Counts, DecodeSlabs, HeldRows, held_rows
@@ -144,6 +145,7 @@ class StaticStep:
             seed=torch.zeros(num_slots, dtype=torch.int64, device=device),
             top_k=torch.zeros(num_slots, dtype=torch.int64, device=device),
             top_p=torch.ones(num_slots, dtype=torch.float64, device=device),
+            min_p=torch.zeros(num_slots, dtype=torch.float32, device=device),
         )
         self._columns = SamplingColumns()
         self._stop_ids = self._no_stop_ids(_NUM_STOP_IDS)
@@ -289,7 +291,8 @@ class StaticStep:
         Args:
             logits: Logits after the newest tokens, ``[W, V]``.
             states: Last hidden states, ``[W, 1, M]``, if wanted.
-            drawn: The next tokens, ``[W]``, if they are not to be drawn.
+            drawn: The next tokens of the slots that take part, ``[num_served]``, if they are not
+                to be drawn.
         """
         width = self.width
         live, seq_len, token_ids = (
@@ -297,6 +300,8 @@ class StaticStep:
         )
         if drawn is None:
             drawn = draw(logits, self._columns, seq_len + 1)
+        else:
+            drawn = pad(drawn, (0, width - len(drawn)))
         if self.states is not None and states is not None:
             place = (seq_len - self._observed.tensor[:width]).clamp(max=self.states.shape[1] - 1)
             self.states[self._slots[:width], place] = states[:, -1]

@@ -5,11 +5,13 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.logits_processors import SequenceProcessors
+from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.engine.requests.sequence import Sequence, encode
 from kvpolicy.engine.reuse.resuming import Resuming
 from kvpolicy.errors import RequestError
 from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.generation_config import GenerationRules
 
 
 @attrs.frozen
@@ -18,6 +20,7 @@ class Arrivals:
 
     Attributes:
         adapter: The model.
+        rules: Its generation config.
         tokenizer: Its tokenizer, if there is one.
         resuming: Resumes snapshots.
         clock: Tells the time in seconds; see `Sequence.clock`.
@@ -27,6 +30,7 @@ class Arrivals:
     """
 
     adapter: ModelAdapter
+    rules: GenerationRules
     tokenizer: Any
     resuming: Resuming
     clock: abc.Callable[[], float]
@@ -64,10 +68,13 @@ class Arrivals:
                 "passed; leave out deadline_s"
             )
             raise RequestError(msg)
+        if not request.stop and self.rules.stop_strings:
+            request = attrs.evolve(request, stop=self.rules.stop_strings)
         if request.stop and self.tokenizer is None:
             msg = "stop strings need a tokenizer, and the engine has none; use stop_ids"
             raise RequestError(msg)
         stop_ids = adapter.stop_ids if request.stop_ids is None else request.stop_ids
+        processors, sampling = self._choice(request, prompt, most, stop_ids)
         seq = Sequence(
             -1,
             request,
@@ -79,6 +86,8 @@ class Arrivals:
             tokens=[*tokens],
             num_before=len(tokens),
             num_earlier=len(prompt) - len(own),
+            processors=processors,
+            sampling=sampling,
         )
         if self.max_prompt_len is not None and seq.num_staying > self.max_prompt_len:
             msg = (
@@ -87,6 +96,33 @@ class Arrivals:
             )
             raise RequestError(msg)
         return seq
+
+    def _choice(
+        self,
+        request: Request,
+        prompt: tuple[int, ...],
+        max_len: int,
+        stop_ids: abc.Iterable[int],
+    ) -> tuple[SequenceProcessors | None, Sampling]:
+        """What changes the logits of a sequence, and how its tokens are drawn from them."""
+        sampling = request.sampling
+        given = {
+            "max_length": max_len,
+            "eos_token_id": [one for one in stop_ids if 0 <= one < self.adapter.vocab_size],
+            "do_sample": not sampling.greedy,
+            "temperature": float(sampling.temperature),
+            "top_k": sampling.top_k,
+            "top_p": float(sampling.top_p),
+            "min_p": sampling.min_p or None,
+        }
+        if sampling.repetition_penalty is not None:
+            given["repetition_penalty"] = float(sampling.repetition_penalty)
+        if request.min_new_tokens is not None:
+            given["min_new_tokens"] = request.min_new_tokens
+        made, draws = self.rules.processors(prompt, given, self.adapter.device)
+        if draws:  # they have done all but the drawing
+            sampling = Sampling(1.0, seed=sampling.seed)
+        return (SequenceProcessors(made, max_len) if made else None), sampling
 
     @property
     def _most_tokens(self) -> int:

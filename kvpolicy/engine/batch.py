@@ -24,6 +24,7 @@ from kvpolicy.engine.eviction.marker import Marker
 from kvpolicy.engine.eviction.observer import Observer
 from kvpolicy.engine.eviction.probing import Prober
 from kvpolicy.engine.requests.isolation import ErrorScope
+from kvpolicy.engine.requests.sampler import has_processors
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.reuse.resuming import Resuming
 from kvpolicy.engine.reuse.reusing import PromptReuse, Reusing
@@ -396,7 +397,7 @@ class RunningBatch:
         Until then nothing is compacted or observed, and no policy is asked what is due.
         """
         served, most = self._served, self.max_steps
-        if most == 1 or self.compactor.asks_due:
+        if most == 1 or self.compactor.asks_due or has_processors(served):
             return 1
         if len(served) < len(self.slots) - self.num_free:  # prompts of the others are to go on
             return 1

@@ -17,6 +17,7 @@ from kvpolicy.errors import KVPolicyError, ModelError
 from kvpolicy.hooks.discovery import policy_names
 from kvpolicy.kernels.flash_attention import GpuAttention, flash_problem
 from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.generation_config import GenerationRules
 from kvpolicy.model.packed import CpuWeights, packed_model, wants_packing
 from kvpolicy.model.static_forward import Compiled, compile_problem
 from kvpolicy.plan.plan import Plan
@@ -34,6 +35,7 @@ class EngineCore:
 
     Attributes:
         adapter: The model.
+        rules: Its generation config, as it was when the engine was made.
         tokenizer: Its tokenizer, if there is one.
         plan: The plan, resolved for this model.
         stacks: The policies of each layer.
@@ -108,8 +110,8 @@ class EngineCore:
                 the same tokens, which then compute the rest only. ``None``: nothing is reused.
 
         Raises:
-            ModelError: If the engine cannot run the model, pack its weights, compile it, or have
-                flash-attn attend.
+            ModelError: If the engine cannot run the model, follow its generation config, pack its
+                weights, compile it, or have flash-attn attend.
             PlanError: If the plan does not fit the model.
         """
         sizes = {"slots": slots, "chunk": chunk, "max_tokens_per_forward": max_tokens_per_forward}
@@ -136,6 +138,7 @@ class EngineCore:
                 raise KVPolicyError(msg)
             model = packed_model(model)
         self.adapter = model if isinstance(model, ModelAdapter) else ModelAdapter(model)
+        self.rules = GenerationRules(self.adapter.model, self.adapter.vocab_size)
         self.weights = self.adapter.weights
         self.tokenizer = tokenizer
         self.plan = plan.resolve(self.adapter.num_layers)

@@ -26,6 +26,7 @@ class Engine(EngineCore):
         sampling: Sampling | abc.Sequence[Sampling] = Sampling(),  # noqa: B008 - frozen
         stop: str | abc.Iterable[str] = (),
         stop_ids: abc.Iterable[int] | None = None,
+        min_new_tokens: int | None = None,
     ) -> Run:
         """Continue prompts.
 
@@ -35,6 +36,8 @@ class Engine(EngineCore):
             sampling: How tokens are sampled, for all prompts or one for each.
             stop: Texts that end a generation.
             stop_ids: Tokens that end a generation; ``None`` means the model's own.
+            min_new_tokens: Tokens before which ``stop_ids`` are not drawn; ``None``: as the
+                model's generation config says.
 
         Returns:
             A run: iterate over it for results as they finish. Nothing is computed before.
@@ -50,7 +53,7 @@ class Engine(EngineCore):
         requests = [
             prompt
             if isinstance(prompt, Request)
-            else Request(prompt, max_new_tokens, one, stop, stop_ids)
+            else Request(prompt, max_new_tokens, one, stop, stop_ids, min_new_tokens=min_new_tokens)
             for prompt, one in zip(prompts, samplings, strict=True)
         ]
         return Run(self, requests)

@@ -22,7 +22,7 @@ from kvpolicy.engine.requests.logprobs import Measured, TokenLogprobs
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.request_queue import Clock, RequestQueue
 from kvpolicy.engine.requests.results import Events, HookFailure, Result, RunReport
-from kvpolicy.engine.requests.sampler import Sampler, sample_next
+from kvpolicy.engine.requests.sampler import Sampler, has_processors, sample_next
 from kvpolicy.engine.requests.savings import evicted_in_prompt, nothing_evicted
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
@@ -96,7 +96,13 @@ class Run:
         self._errors = engine.errors.of_run(on_hook_error, self._failures.append)
         self._clock = engine.clock
         self._arrivals = Arrivals(
-            engine.adapter, engine.tokenizer, engine.resuming, self._clock, max_len, max_prompt_len
+            engine.adapter,
+            engine.rules,
+            engine.tokenizer,
+            engine.resuming,
+            self._clock,
+            max_len,
+            max_prompt_len,
         )
         self._groups: deque[list[Sequence]] = deque()  # whose prompts are not all in
         self._num_prefills = 0
@@ -284,14 +290,17 @@ class Run:
         if not isinstance(step := given.step, StaticStep):
             batch.finish_decode(*adapter.forward(given), self._append_tokens)
             return
-        given.draws = self._sampler is None
+        sampler = self._sampler
+        if sampler is None and has_processors(batch.served):
+            sampler = sample_next  # outside of a graph, as processors read tokens
+        given.draws = sampler is None
         num_done = 0
         for _ in range(batch.num_steps):
             logits, states = adapter.forward(given)
             if batch.has_failed:
                 break
-            if self._sampler is not None:
-                step.finish(logits, states, self._sampler(batch.served, logits))
+            if sampler is not None:
+                step.finish(logits, states, sampler(batch.served, logits))
             self._measure(batch.served, logits, step.tokens[num_done])
             num_done += 1
         batch.finish_static(num_done, self._take_tokens)
@@ -372,7 +381,7 @@ class Run:
         now, measured = self._clock(), self._measured.popleft()
         for seq, token in zip(sequences, tokens, strict=True):
             if token == NO_TOKEN:
-                seq.fail(_no_token(len(seq.tokens)))
+                seq.fail(_no_token(seq))
             elif seq.error is None:
                 seq.append(token)
                 self._new_tokens.append((seq.id, token))
@@ -426,9 +435,14 @@ class Run:
         self._report.add(result)
 
 
-def _no_token(num_tokens: int) -> str:
+def _no_token(seq: Sequence) -> str:
+    begin = f"the logits after {len(seq.tokens)} generated tokens"
+    if seq.processors is not None:
+        return (
+            f"{begin} leave no token: they hold NaN or infinity, or the generation config of the "
+            "model, such as its suppress_tokens, rules out every token"
+        )
     return (
-        f"the logits after {num_tokens} generated tokens hold NaN or infinity, so no token is the "
-        "likeliest; load the model in another precision, such as float32, and check its weights "
-        "and the policies that steer it"
+        f"{begin} hold NaN or infinity, so no token is the likeliest; load the model in another "
+        "precision, such as float32, and check its weights and the policies that steer it"
     )

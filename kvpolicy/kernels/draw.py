@@ -48,12 +48,15 @@ class SamplingColumns:
         top_k: Draw among the k likeliest tokens only, ``[W]``, int64; 0: among all.
         top_p: Draw among the smallest set of tokens with at least this probability only, ``[W]``,
             fp64; 1: among all.
+        min_p: Draw among tokens with at least this share of the likeliest one's probability only,
+            ``[W]``, fp32; 0: among all.
     """
 
     temperature: Tensor | None = None
     seed: Tensor | None = None
     top_k: Tensor | None = None
     top_p: Tensor | None = None
+    min_p: Tensor | None = None
 
 
 class SamplingNumbers(Protocol):
@@ -67,6 +70,8 @@ class SamplingNumbers(Protocol):
     def top_k(self) -> int: ...  # noqa: D102
     @property
     def top_p(self) -> float: ...  # noqa: D102
+    @property
+    def min_p(self) -> float: ...  # noqa: D102
 
 
 def columns_of(samplings: Sequence[SamplingNumbers], device: torch.device | str) -> SamplingColumns:
@@ -76,11 +81,13 @@ def columns_of(samplings: Sequence[SamplingNumbers], device: torch.device | str)
         return SamplingColumns()
     top_k = np.array([one.top_k for one in samplings], dtype=np.int64)
     top_p = np.array([one.top_p for one in samplings], dtype=np.float64)
+    min_p = np.array([one.min_p for one in samplings], dtype=np.float32)
     return SamplingColumns(
         temperature=upload(temperature.astype(np.float32), device),
         seed=upload(np.array([one.seed for one in samplings], dtype=np.int64), device),
         top_k=upload(top_k, device) if top_k.any() else None,
         top_p=upload(top_p, device) if top_p.min() < 1 else None,
+        min_p=upload(min_p, device) if min_p.any() else None,
     )
 
 
@@ -118,7 +125,7 @@ def _flag_missing(tokens: Tensor, logits: Tensor, likeliest: Tensor) -> Tensor:
 
 
 def weights(logits: Tensor, columns: SamplingColumns) -> Tensor:
-    """The distribution to draw from: temperature, then top-k, then top-p.
+    """The distribution to draw from: temperature, then top-k, then top-p, then min-p.
 
     This is the order of transformers' logits processors. Of tokens with equal logits, those with
     smaller ids count as likelier.
@@ -138,7 +145,8 @@ def weights(logits: Tensor, columns: SamplingColumns) -> Tensor:
     temperature = columns.temperature.clamp(*_TEMPERATURES)[:, None]
     # The maximum is subtracted first: its quotient by a tiny temperature may be infinite.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    likely = (scaled.exp() * _MOST_WEIGHT).long()
+    share = scaled.exp()  # of the likeliest token's probability
+    likely = (share * _MOST_WEIGHT).long()
     rank = _rank(logits)
     if columns.top_k is not None:
         k = columns.top_k[:, None]
@@ -149,6 +157,8 @@ def weights(logits: Tensor, columns: SamplingColumns) -> Tensor:
         # At least the likeliest token belongs to the nucleus, whatever the product rounds to.
         most = (columns.top_p[:, None] * total).ceil().clamp(min=1).long()
         likely = likely * _first(rank, likely, most)
+    if columns.min_p is not None:
+        likely = likely * (share >= columns.min_p[:, None])
     return likely
 
 

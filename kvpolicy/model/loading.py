@@ -111,7 +111,9 @@ def load_model(
             model, info = loaded
             tokenizer = AutoTokenizer.from_pretrained(source, **remote)
         except Exception as error:
+            _check_generation_config(name, source)  # it may be the reason
             raise _cannot_load(name, _first_sentence(error)) from error
+    _check_generation_config(name, source)
     problem = _weights_problem(info) or _tokenizer_problem(tokenizer)
     if problem is not None:
         raise _cannot_load(name, problem)
@@ -248,6 +250,27 @@ def _load_config(name: str | Path, source: str, trust_remote_code: bool) -> Any:
             return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         except Exception as error:
             raise _cannot_load(name, _first_sentence(error)) from error
+
+
+def _check_generation_config(name: str | Path, source: str) -> None:
+    """Check the file that says where a generation ends; one that is no JSON is passed over.
+
+    Raises:
+        ModelError: It cannot be read, or holds no object.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    file = "generation_config.json"
+    found: object = str(Path(source) / file)
+    if not _is(Path.is_dir, source):
+        with suppress(HFValidationError, OSError):  # of names that the hub cannot have
+            found = try_to_load_from_cache(source, file)
+    if not isinstance(found, str) or not _is(Path.is_file, found):
+        return
+    if not isinstance(read_json(Path(found), f"{file} of model '{name}'", error=ModelError), dict):
+        msg = f"{file} of model '{name}' holds no object; download the file again"
+        raise ModelError(msg)
 
 
 def _weights_problem(info: Mapping[str, Any]) -> str | None:

@@ -152,15 +152,10 @@ class Service:
 
     def _sampling(self, body: CompletionBody | ChatBody, plan: ServedPlan) -> Sampling:
         """What the body says, then the model's generation config, then OpenAI's defaults."""
-        config = getattr(plan.engine.adapter.model, "generation_config", None)
-        given = {} if config is None else config.to_diff_dict()
-        usual = 0.0 if given.get("do_sample") is False else given.get("temperature") or 1.0
-        return Sampling(
-            temperature=usual if body.temperature is None else body.temperature,
-            top_k=(given.get("top_k") or 0) if body.top_k is None else body.top_k,
-            top_p=(given.get("top_p") or 1.0) if body.top_p is None else body.top_p,
-            seed=random_seed() if body.seed is None else body.seed,
-        )
+        asked = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p", "seed")}
+        asked = {name: value for name, value in asked.items() if value is not None}
+        usual = {"temperature": 1.0, "seed": random_seed(), **plan.engine.rules.sampling}
+        return Sampling(**usual | asked)
 
     async def _answer(
         self,

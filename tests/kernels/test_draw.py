@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -51,13 +52,16 @@ def tied_logits(seed: int, rows: int, vocab: int = 12) -> Tensor:
     return logits
 
 
-def columns(slots: list[tuple[float, int, float, int]]) -> SamplingColumns:
+def columns(
+    slots: list[tuple[float, int, float, int]], min_p: list[float] | None = None
+) -> SamplingColumns:
     temperature, top_k, top_p, seed = zip(*slots, strict=True)
     return SamplingColumns(
         torch.tensor(temperature),
         torch.tensor(seed),
         torch.tensor(top_k),
         torch.tensor(top_p, dtype=torch.float64),
+        torch.tensor(min_p or [0.0] * len(slots)),
     )
 
 
@@ -98,8 +102,8 @@ def test_of_equal_tokens_those_with_smaller_ids_are_kept(
         assert ours.tolist() == pytest.approx(expected, abs=ROUNDING)
 
 
-@given(seeds, SLOTS)
-def test_filters_equal_transformers(seed: int, slot: tuple) -> None:
+@given(seeds, SLOTS, st.sampled_from([0.0, 0.01, 0.3, 1.0]))
+def test_filters_equal_transformers(seed: int, slot: tuple, min_p: float) -> None:
     logits = logits_of(seed, 3)
     temperature, top_k, top_p, _ = slot
     processors = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
@@ -107,8 +111,9 @@ def test_filters_equal_transformers(seed: int, slot: tuple) -> None:
         processors.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         processors.append(TopPLogitsWarper(top_p))
+    processors.append(MinPLogitsWarper(min_p))
     theirs = processors(torch.zeros(3, 1, dtype=torch.int64), logits.clone()).softmax(dim=-1)
-    ours = probabilities(logits, columns([slot] * 3)).float()
+    ours = probabilities(logits, columns([slot] * 3, [min_p] * 3)).float()
     torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=0)
 
 
@@ -116,7 +121,7 @@ def test_filters_equal_transformers(seed: int, slot: tuple) -> None:
 def test_columns_that_no_slot_needs_may_be_left_out(seed: int, slots: list) -> None:
     slots = [(temperature, 0, 1.0, own) for temperature, _, _, own in slots]
     logits, how = logits_of(seed, len(slots)), columns(slots)
-    without = attrs.evolve(how, top_k=None, top_p=None)
+    without = attrs.evolve(how, top_k=None, top_p=None, min_p=None)
     assert torch.equal(weights(logits, how), weights(logits, without))
 
 
@@ -338,7 +343,8 @@ class OneWay(TorchDispatchMode):
 
 def mixed_slots() -> tuple[Tensor, SamplingColumns, Tensor]:
     slots = [(0.0, 0, 1.0, 1), (0.8, 5, 1.0, 2), (1.2, 0, 0.7, 3), (0.6, 9, 0.9, 4)]
-    return logits_of(1, 4, vocab=50), columns(slots), torch.tensor([3, 1, 4, 1])
+    how = columns(slots, [0.0, 0.1, 0.0, 0.02])
+    return logits_of(1, 4, vocab=50), how, torch.tensor([3, 1, 4, 1])
 
 
 def test_the_mode_notices_a_read_value_and_a_sort() -> None:

@@ -95,6 +95,19 @@ def test_replayed_steps_give_the_same_tokens(
     assert recorder.num_replays == num_replays
 
 
+def test_replayed_steps_give_the_same_processed_tokens(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four of five slots take part at the end, whose step serves all, and then three of four."""
+    penalty = Sampling(repetition_penalty=1.3)
+    given = [attrs.evolve(one, sampling=penalty) for one in requests()[:3]] + requests()[3:]
+    replayed = tokens(given, steps_per_read=4)
+    assert recorder.num_replays > 0
+    monkeypatch.undo()
+    assert replayed == tokens(given)
+    assert replayed[0] != tokens(requests())[0]
+
+
 @pytest.mark.parametrize("steps_per_read", [1, 4])
 def test_replayed_steps_give_the_same_log_probabilities(
     steps_per_read: int, recorder: Recorder, monkeypatch: pytest.MonkeyPatch

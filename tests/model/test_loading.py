@@ -154,3 +154,14 @@ def test_end_token_that_is_none_raises() -> None:
     model.generation_config.eos_token_id = [1, "end"]
     with pytest.raises(ModelError, match="eos_token_id"):
         Engine(model, plan=Plan.uniform("full"))
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": [1,', "[1]", "", "\udcff"])
+def test_generation_config_that_is_no_json_object_raises(content: str, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    file = folder / "generation_config.json"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        load_model(folder)
+    file.unlink()
+    load_model(folder)

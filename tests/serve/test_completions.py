@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from serving import Running, break_next_step, plans_of, serving
-from tiny import byte_tokenizer, tiny_model
+from tiny import byte_tokenizer, tiny_model, tiny_tokenizer
 
 from kvpolicy import Engine
 from kvpolicy.engine.requests.request import Request, Sampling
@@ -388,3 +388,29 @@ def test_an_engine_that_breaks_is_told_and_leaves_the_others() -> None:
         with running.http() as http:
             assert 'outcome="failed",plan="h2o"} 2.0' in http.get("/metrics").text
         assert client.completions.create(model="tiny", prompt="a").usage is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"temperature": 0.0}, Sampling()),
+        ({"temperature": 0.5, "do_sample": False}, Sampling()),
+        ({"temperature": 0.5, "top_k": 3}, Sampling(0.5, top_k=3, seed=5)),
+        ({"top_p": 0}, Sampling()),
+        ({"min_p": 1.0, "repetition_penalty": 1.4}, Sampling(repetition_penalty=1.4)),
+    ],
+    ids=str,
+)
+def test_what_a_body_leaves_out_is_as_the_generation_config_says(
+    config: dict[str, Any], wanted: Sampling
+) -> None:
+    model = tiny_model()
+    expected = Engine(model, tiny_tokenizer(), plans_of(full=0)["full"]).generate(
+        ["the cat"], max_new_tokens=24, sampling=wanted
+    )
+    model.generation_config.update(**config)
+    with serving(model=model) as running:
+        answer = running.client().completions.create(
+            model="tiny", prompt="the cat", max_tokens=24, seed=5
+        )
+    assert answer.choices[0].text == expected.results()[0].text

@@ -40,6 +40,25 @@ def _integer(least: int, most: int = MAX_COUNT) -> Callable[[object, Any, Any], 
     return check
 
 
+def _share(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        msg = (
+            f"{type(instance).__name__} was given {attribute.name}={value!r:.60}; "
+            "expected a number from 0 to 1"
+        )
+        raise KVPolicyError(msg)
+
+
+def _positive(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:
+        msg = (
+            f"{type(instance).__name__} was given {attribute.name}={value!r:.60}; "
+            "expected a number above 0"
+        )
+        raise KVPolicyError(msg)
+
+
 def _probability(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         msg = (
@@ -54,19 +73,29 @@ class Sampling:
     """How the next token is sampled from the logits.
 
     Attributes:
-        temperature: Divides the logits; 0 means greedy, and the other fields have no effect.
+        temperature: Divides the logits; 0 means greedy, and of the other fields only
+            ``repetition_penalty`` has an effect.
         top_k: Sample among the k likeliest tokens only; 0 means all. Of tokens with equal logits,
             those with smaller ids count as likelier.
         top_p: Sample among the smallest set of tokens with at least this probability only.
         seed: Seed of the random numbers, each of which depends on it and on the position of the
             token only. So samples do not depend on the rest of the batch, requests with equal
             prompts and seeds get equal tokens, and a text can be continued from any token.
+        min_p: Sample among tokens with at least this share of the likeliest token's probability
+            only; 0 means all.
+        repetition_penalty: Logits of tokens that the sequence holds are divided by it if they are
+            positive, else multiplied; 1 means no penalty, ``None`` that of the model's generation
+            config.
     """
 
     temperature: float = attrs.field(default=0.0, validator=_at_least(0))
     top_k: int = attrs.field(default=0, validator=_integer(0))
     top_p: float = attrs.field(default=1.0, validator=_probability)
     seed: int = attrs.field(default=0, validator=_integer(0, MAX_SEED))
+    min_p: float = attrs.field(default=0.0, validator=_share, kw_only=True)
+    repetition_penalty: float | None = attrs.field(
+        default=None, validator=optional(_positive), kw_only=True
+    )
 
     @property
     def greedy(self) -> bool:
@@ -136,7 +165,10 @@ class Request:
         sampling: How tokens are drawn.
         stop: Texts that end the generation; the text of the result ends before the first of them.
             They are found whatever tokens they are made of, and may be or have special tokens.
+            None are given: those of the model's generation config, which hardly ever has any.
         stop_ids: Tokens that end the generation; ``None`` means the model's own.
+        min_new_tokens: Tokens of the answer before which ``stop_ids`` are not drawn; ``None``:
+            as the model's generation config says.
         resume: The sequence to go on with; ``None``: a new one.
         snapshot: Whether `Result.snapshot` is wanted.
         priority: Requests of higher priority get a slot first, equal ones in order of arrival.
@@ -153,6 +185,9 @@ class Request:
     sampling: Sampling = attrs.field(default=Sampling(), validator=_is_sampling)
     stop: tuple[str, ...] = attrs.field(default=(), converter=_texts)
     stop_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_ids)
+    min_new_tokens: int | None = attrs.field(
+        default=None, validator=optional(_integer(0)), kw_only=True
+    )
     resume: SequenceSnapshot | None = attrs.field(
         default=None, validator=_is_snapshot, kw_only=True
     )

@@ -17,9 +17,26 @@ Sampler = abc.Callable[[abc.Sequence[Sequence], Tensor], Tensor]
 
 def sample_next(sequences: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
     """Sample the next token of each sequence with the sampling of its request."""
-    columns = columns_of([seq.request.sampling for seq in sequences], logits.device)
+    columns = columns_of([seq.sampling for seq in sequences], logits.device)
     position = _int64([seq.num_tokens for seq in sequences], logits.device)
-    return draw(logits, columns, position)
+    return draw(processed(sequences, logits), columns, position)
+
+
+def has_processors(sequences: abc.Iterable[Sequence]) -> bool:
+    """Whether logits of any of these sequences are processed, which needs their newest tokens."""
+    return any(seq.processors is not None for seq in sequences)
+
+
+def processed(sequences: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
+    """The logits ``[B, V]`` that tokens are chosen from; the same where nothing changes them."""
+    if not has_processors(sequences):
+        return logits
+    new = logits.to(torch.float32, copy=True)  # as generate does
+    for row, seq in enumerate(sequences):
+        if seq.processors is not None:
+            tokens = seq.token_ids(seq.processors.num_tokens, seq.num_tokens)
+            new[row] = seq.processors(tokens, new[row])
+    return new
 
 
 def forced(tokens: abc.Sequence[int], logits: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ import attrs
 
 from kvpolicy.cache.static_step import Continuation
 from kvpolicy.engine.requests.detokenize import TextDecoder, decode
+from kvpolicy.engine.requests.logits_processors import SequenceProcessors
 from kvpolicy.engine.requests.logprobs import TokenLogprobs
-from kvpolicy.engine.requests.request import Request
+from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.engine.requests.results import FinishReason, Result
 from kvpolicy.engine.requests.stop_strings import Judged, Stop, StopStrings
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
@@ -52,6 +53,8 @@ class Sequence:
         logprobs: Log-probabilities of its own tokens, if the request asks for them.
         newest_at: Time of its newest token, by `clock`.
         newest_after: Prefill forwards of the run before its newest token.
+        processors: Change its logits before a token is chosen; ``None``: nothing does.
+        sampling: How its tokens are drawn from the logits.
         continuation: How decode steps continue it.
     """
 
@@ -84,6 +87,8 @@ class Sequence:
     logprobs: list[TokenLogprobs] = attrs.field(factory=list)
     newest_at: float = 0.0
     newest_after: int = 0
+    processors: SequenceProcessors | None = None
+    sampling: Sampling = attrs.field()
     continuation: Continuation = attrs.field(init=False)
     _stop: Stop | None = None
     _decoder: TextDecoder | None = attrs.field(default=None, init=False)
@@ -125,14 +130,23 @@ class Sequence:
         """Tokens of the prompt and the generation, which is the position of the next one."""
         return len(self.prompt) + len(self.tokens)
 
+    @sampling.default
+    def _sampling(self) -> Sampling:
+        return self.request.sampling
+
     @continuation.default
     def _continuation(self) -> Continuation:
-        return Continuation(self.max_len, self.stop_ids, self.request.sampling)
+        return Continuation(self.max_len, self.stop_ids, self.sampling)
 
     def copied(self, number: int, memory: SequenceMemory) -> "Sequence":
         """A copy with another number and a copied memory, for a sequence that goes on by itself."""
         return attrs.evolve(
-            self, id=number, tokens=[*self.tokens], logprobs=[*self.logprobs], memory=memory
+            self,
+            id=number,
+            tokens=[*self.tokens],
+            logprobs=[*self.logprobs],
+            memory=memory,
+            processors=self.processors and self.processors.copied(),
         )
 
     def token_ids(self, start: int, end: int) -> list[int]:

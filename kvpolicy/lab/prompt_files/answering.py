@@ -85,7 +85,9 @@ class Answering:
         whole = ChatPrompts(engine.tokenizer, chat=self.chat).encoded(prompt)
         tokens = encode(whole.content, engine.tokenizer, engine.adapter.vocab_size)
         request = attrs.evolve(whole.request(self.defaults), prompt=tokens)
-        arrivals = Arrivals(engine.adapter, engine.tokenizer, engine.resuming, engine.clock)
+        arrivals = Arrivals(
+            engine.adapter, engine.rules, engine.tokenizer, engine.resuming, engine.clock
+        )
         return arrivals.sequence_of(request)
 
     def identity(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def logits_of(seed: int, rows: int, vocab: int = 12) -> Tensor:
 
 def sample(logits: Tensor, samplings: list[Sampling], positions: list[int]) -> list[int]:
     sequences: list[Any] = [
-        SimpleNamespace(request=SimpleNamespace(sampling=sampling), num_tokens=position)
+        SimpleNamespace(sampling=sampling, processors=None, num_tokens=position)
         for sampling, position in zip(samplings, positions, strict=True)
     ]
     return sample_next(sequences, logits).tolist()
@@ -56,6 +56,7 @@ def test_columns_hold_the_samplings_and_only_what_some_of_them_need() -> None:
     columns = columns_of([plain, plain], "cpu")
     assert (columns.top_k, columns.top_p) == (None, None)
     columns = columns_of([plain, Sampling(temperature=2.0, top_k=3, top_p=0.9, seed=1)], "cpu")
+    assert columns.min_p is None
     found = (columns.temperature, columns.seed, columns.top_k, columns.top_p)
     assert [column.tolist() for column in found if column is not None] == [
         [pytest.approx(0.6), 2.0],

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from folders import save_tiny_model
 from tiny import bpe_tokenizer, tiny_model
 
 from kvpolicy import Engine, Plan, load_model
@@ -14,9 +15,16 @@ def without_configuration(folder: Path) -> object:
     return load_model(folder / "weights")
 
 
-def with_end_token(value: object) -> Engine:
+def with_cut_generation_config(folder: Path) -> object:
+    save_tiny_model(folder / "model")
+    (folder / "model/generation_config.json").write_text('{"eos_token_id": [1,')
+    return load_model(folder / "model")
+
+
+def generating(**config: object) -> Engine:
     model = tiny_model()
-    model.generation_config.eos_token_id = value
+    for name, value in config.items():
+        setattr(model.generation_config, name, value)
     return Engine(model, plan=Plan.uniform("full"))
 
 
@@ -35,7 +43,10 @@ def chat(content: str, **variables: object) -> list[int]:
 CASES: dict[str, Callable[[Path], object]] = {
     "a folder without a model": without_configuration,
     "a dtype that is none": lambda folder: load_model(folder, dtype=3),  # type: ignore[arg-type]
-    "an end token that is none": lambda _: with_end_token([1, "end"]),
+    "an end token that is none": lambda _: generating(eos_token_id=[1, "end"]),
+    "beam search": lambda _: generating(num_beams=3),
+    "a repetition penalty below 0": lambda _: generating(repetition_penalty=-1.0),
+    "a generation config that is cut off": with_cut_generation_config,
     "a message that a template makes a token of": lambda _: chat("end>"),
     "a variable that a template does not have": lambda _: chat("a", thinkin=True),
 }
