@@ -18,7 +18,7 @@ from kvpolicy.cli.output import as_sentence
 from kvpolicy.serve.api_errors import from_http, from_validation
 from kvpolicy.serve.bodies import ChatBody, CompletionBody
 from kvpolicy.serve.defects import answer_to_defect
-from kvpolicy.serve.guard import Guard
+from kvpolicy.serve.guard import guarded
 from kvpolicy.serve.json_request import JsonRequest
 from kvpolicy.serve.metrics import CONTENT_TYPE, Metrics
 from kvpolicy.serve.observer import Observer
@@ -71,7 +71,7 @@ def create_app(service: Service, metrics: Metrics | None = None) -> ASGIApp:
     app.include_router(_models(model))
     app.include_router(_operation(service, metrics))
     app.include_router(page_router(model))
-    return Observer(Guard(app, service.settings), metrics)
+    return Observer(guarded(app, service.settings), metrics)
 
 
 async def _answer_http(_: Request, error: Any) -> Response:

@@ -71,6 +71,8 @@ app = typer.Typer(
 
 NETWORK, LIMITS, RAY = "Network", "Limits", "Several machines"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_MOST_OF_NAME = 256  # characters, as in bodies
+_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@,]+")
 
 
 class Where(Enum):
@@ -117,6 +119,15 @@ def serve(
     cpu_weights: CpuWeights = WeightOrder.plain,
     compile: Compile = False,
     gpu_attention: Attention = GpuAttention.triton,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="What clients call the model; further ones are aliases. [default: as --model, or "
+            "the last part of a folder's path]",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
     slots: Annotated[
         int | None,
         typer.Option(
@@ -161,6 +172,31 @@ def serve(
             metavar="KEY",
             help=f"A key that clients must send; may be repeated. Others see it in the list of "
             f"processes: better set {KEYS}, to one key or several with spaces between.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Pages of this origin, such as https://chat.example.com, may call the server from "
+            "a browser; may be repeated. *: any page.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Speak TLS with this certificate, in PEM.",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Its private key, unless it is in the same file.",
             rich_help_panel=NETWORK,
         ),
     ] = None,
@@ -312,20 +348,33 @@ def serve(
             "remove it, or serve on this machine without --on ray."
         )
         raise KVPolicyError(msg)
+    if ssl_certfile is not None and is_on_ray:
+        msg = (
+            "--ssl-certfile was given for a server on Ray, which speaks no TLS; put a proxy before "
+            "it, or serve on this machine without --on ray."
+        )
+        raise KVPolicyError(msg)
+    if ssl_keyfile is not None and ssl_certfile is None:
+        msg = "--ssl-keyfile was given without --ssl-certfile; give both."
+        raise KVPolicyError(msg)
     memory = None if kv_memory is None else parse_bytes("--kv-memory", kv_memory)
     largest_body = parse_bytes("--max-body", max_body)
     keys = _keys(api_key)
     register_plugins(plugin)
     numbers = {"budget": budget, "buffer": buffer, "length": length}
     plans = _plans(plan or [], policy or [], numbers, overrides or [], model)
+    names = _names(served_model_name or [model_name(model)], [*plans])
     from kvpolicy.engine.core import DEFAULT_SLOTS
     from kvpolicy.model.loading import load_model
     from kvpolicy.serve.launch import bound_to, hosts_of, serve_model, served_model
     from kvpolicy.serve.logs import logging_to
+    from kvpolicy.serve.server import Certificate
     from kvpolicy.serve.settings import ServerSettings
 
+    certificate = None if ssl_certfile is None else Certificate(ssl_certfile, ssl_keyfile)
     settings = ServerSettings(
         api_keys=keys,
+        origins=_origins(allow_origin or []),
         hosts=hosts_of(host, allowed_host or []),
         max_body=largest_body,
         max_requests=max_requests,
@@ -353,7 +402,7 @@ def serve(
         if prefix is not None:
             prefix_store(prefix)  # what is wrong is found before the cluster
         serve_on_ray(
-            model_name(model),
+            names,
             model,
             loading,
             plans,
@@ -383,13 +432,24 @@ def serve(
         loaded, tokenizer = load_model(model, **loading)
         tell_packing(loaded, cpu_weights)
         served = served_model(
-            model_name(model), loaded, tokenizer, plans, settings, prefix_store=store, **options
+            names[0],
+            loaded,
+            tokenizer,
+            plans,
+            settings,
+            prefix_store=store,
+            aliases=names[1:],
+            **options,
         )
         for offered in served.plans:
             tell_no_effects(offered.engine.plan, whose=f"{offered.id}: ")
         _warn_if_open(settings, host)
         num_cancelled = serve_model(
-            served, settings, listening, lambda url: print_lines(_welcome(served, url, settings))
+            served,
+            settings,
+            listening,
+            lambda url: print_lines(_welcome(served, url, settings)),
+            certificate,
         )
     if num_cancelled:
         raise typer.Exit(SOME_FAILED)
@@ -398,10 +458,12 @@ def serve(
 def model_name(model: str) -> str:
     """What clients call a model: its name or hub id, or the name of its folder.
 
+    A folder has the name that it was given by, also where that is a link.
+
     Args:
         model: ``--model``.
     """
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    return Path(os.path.abspath(model)).name if Path(model).is_dir() else model
 
 
 def _check_installed() -> None:
@@ -412,6 +474,36 @@ def _check_installed() -> None:
             "pip install 'kvpolicy[serve]'"
         )
         raise KVPolicyError(msg)
+
+
+def _names(given: Sequence[str], plans: Sequence[str]) -> list[str]:
+    """The names of a model; each id that a client may give for it is one of them only."""
+    for name in given:
+        if not name.strip() or not name.isprintable() or len(name) > _MOST_OF_NAME:
+            msg = (
+                f"--served-model-name was given {name!r:.60}; give up to {_MOST_OF_NAME} printable "
+                "characters."
+            )
+            raise KVPolicyError(msg)
+    of_plans = [f"{name}:{plan}" for name in given for plan in plans] if len(plans) > 1 else []
+    ids = [*given, *of_plans]
+    twice = next((one for number, one in enumerate(ids) if one in ids[:number]), None)
+    if twice is not None:
+        msg = f"--served-model-name would have two models called '{twice:.60}'; give another name."
+        raise KVPolicyError(msg)
+    return list(given)
+
+
+def _origins(given: Sequence[str]) -> tuple[str, ...]:
+    """The origins of ``--allow-origin``, as browsers send them."""
+    for origin in given:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            msg = (
+                f"--allow-origin was given {origin!r:.60}; give SCHEME://HOST or "
+                "SCHEME://HOST:PORT without a path, such as https://chat.example.com, or *."
+            )
+            raise KVPolicyError(msg)
+    return tuple(origin.lower() for origin in given)
 
 
 def _keys(given: Sequence[str] | None) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ the names of this machine only.
 
 import hmac
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvpolicy.serve.api_errors import ApiError
@@ -16,6 +17,27 @@ LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 # Anybody may ask for these: they tell no more than that a server is here, or why it is not well.
 _OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/", "/assets/")
+
+
+def guarded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
+    """An application behind what is checked of each request.
+
+    Browsers are answered first whether a page may ask: they send no key with that question.
+
+    Args:
+        app: The application.
+        settings: What clients may ask for.
+    """
+    checked = Guard(app, settings)
+    if not settings.origins:
+        return checked
+    return CORSMiddleware(
+        checked,
+        allow_origins=settings.origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["Retry-After", "X-Request-Id"],
+    )
 
 
 class Guard:

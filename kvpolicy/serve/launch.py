@@ -16,7 +16,7 @@ from kvpolicy.plan.plan import Plan
 from kvpolicy.serve.engine_log import EngineLog
 from kvpolicy.serve.guard import LOOPBACK_HOSTS
 from kvpolicy.serve.plans import ServedModel, ServedPlan
-from kvpolicy.serve.server import Server
+from kvpolicy.serve.server import Certificate, Server
 from kvpolicy.serve.service import Service
 from kvpolicy.serve.settings import ServerSettings
 
@@ -53,14 +53,15 @@ def _cannot_listen(host: str, port: int, error: Exception) -> KVPolicyError:
     return KVPolicyError(msg)
 
 
-def url_of(listening: socket.socket) -> str:
+def url_of(listening: socket.socket, scheme: str = "http") -> str:
     """The address of a socket as a client writes it.
 
     Args:
         listening: The socket.
+        scheme: How clients talk to it.
     """
     host, port = listening.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def hosts_of(host: str, allowed: Sequence[str]) -> frozenset[str] | None:
@@ -90,6 +91,7 @@ def served_model(
     max_waiting: int,
     kv_memory: int | None = None,
     prefix_store: PrefixStore | None = None,
+    aliases: Sequence[str] = (),
     **engine_options: Any,
 ) -> ServedModel:
     """Build an engine for each plan; all of them have the weights of one model.
@@ -104,6 +106,7 @@ def served_model(
         kv_memory: Bytes for the caches of all plans, in equal parts; ``None``: as the number of
             slots says.
         prefix_store: What all plans reuse; ``None``: nothing.
+        aliases: Further names of the model.
         engine_options: Further arguments of `Engine`.
 
     Raises:
@@ -134,7 +137,7 @@ def served_model(
         served.append(
             ServedPlan(plan_name, model_id, engine, running, log, max_len, max_prompt_len, most)
         )
-    return ServedModel(name, tokenizer, served, prefix_store)
+    return ServedModel(name, tokenizer, served, prefix_store, aliases)
 
 
 def _lengths(positions: int, settings: ServerSettings) -> tuple[int, int]:
@@ -150,6 +153,7 @@ def serve_model(
     settings: ServerSettings,
     listening: socket.socket,
     on_start: Callable[[str], None],
+    certificate: Certificate | None = None,
 ) -> int:
     """Serve until a signal stops it.
 
@@ -158,10 +162,12 @@ def serve_model(
         settings: What clients may ask for.
         listening: A bound socket.
         on_start: Called with the address when connections are accepted.
+        certificate: The server speaks TLS with it; ``None``: it does not.
 
     Returns:
         Requests that were cancelled at the end.
     """
-    server = Server(Service(served, settings), lambda: on_start(url_of(listening)))
+    url = url_of(listening, "http" if certificate is None else "https")
+    server = Server(Service(served, settings), lambda: on_start(url), certificate)
     server.run([listening])
     return server.num_cancelled

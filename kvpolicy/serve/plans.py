@@ -1,6 +1,6 @@
 """The plans that a server offers: one engine for each, all with the weights of one model.
 
-A client chooses a plan by the id of the model: the name of the model alone is the first plan,
+A client chooses a plan by the id of the model: a name of the model alone is the first plan,
 ``MODEL:NAME`` the plan of that name.
 """
 
@@ -96,6 +96,7 @@ class ServedModel:
         tokenizer: Its tokenizer.
         plans: The plans; the first one answers to the name of the model alone.
         prefix_store: What the engines of all plans reuse; ``None``: nothing.
+        aliases: Further names of it.
         created: When it was loaded, in seconds since 1970.
     """
 
@@ -103,13 +104,18 @@ class ServedModel:
     tokenizer: Any
     plans: Sequence[ServedPlan]
     prefix_store: PrefixStore | None = None
+    aliases: Sequence[str] = ()
     created: int = attrs.field(factory=lambda: int(time.time()))
     _bytes: dict[int, bytes] = attrs.field(factory=dict, init=False)
 
     @property
     def by_id(self) -> dict[str, ServedPlan]:
         """Every plan by each of the ids that choose it."""
-        return {self.name: self.plans[0], **{plan.id: plan for plan in self.plans}}
+        ids: dict[str, ServedPlan] = {}
+        for name in (self.name, *self.aliases):
+            own = {name + plan.id.removeprefix(self.name): plan for plan in self.plans}
+            ids |= {name: self.plans[0], **own}
+        return ids
 
     @property
     def problem(self) -> str | None:

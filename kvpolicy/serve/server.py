@@ -7,14 +7,18 @@ one cancels them at once.
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import attrs
 import uvicorn
 from h11 import IDLE
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvpolicy.errors import KVPolicyError, error_summary
 from kvpolicy.serve.app import create_app
 from kvpolicy.serve.logs import log
 from kvpolicy.serve.service import Service
@@ -25,15 +29,51 @@ MAX_HEAD = 16 << 10  # bytes of the first line and the headers
 _FLUSH_S = 5  # for what has been generated to reach the clients, at the end
 
 
+@attrs.frozen
+class Certificate:
+    """What a server proves its name with.
+
+    Attributes:
+        certfile: File with the certificate, and those above it.
+        keyfile: File with its private key; ``None``: it is in the same file.
+
+    Raises:
+        KVPolicyError: The files hold no certificate and its key.
+    """
+
+    certfile: Path
+    keyfile: Path | None = None
+
+    def __attrs_post_init__(self) -> None:
+        try:
+            # A key with a password would be asked for on a terminal.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+                self.certfile, self.keyfile, password=""
+            )
+        except (OSError, ValueError) as error:
+            key = "" if self.keyfile is None else f" and --ssl-keyfile {self.keyfile}"
+            msg = (
+                f"--ssl-certfile {self.certfile}{key} give no certificate with its key: "
+                f"{error_summary(error)}; give files in PEM, without a password"
+            )
+            raise KVPolicyError(msg) from error
+
+
 class Server(uvicorn.Server):
     """A server that finishes what runs before it stops."""
 
-    def __init__(self, service: Service, on_start: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        on_start: Callable[[], None] = lambda: None,
+        certificate: Certificate | None = None,
+    ) -> None:
         """Prepare to serve.
 
         Args:
             service: What answers.
             on_start: Called when connections are accepted.
+            certificate: Connections use TLS with it; ``None``: they do not.
         """
         super().__init__(
             uvicorn.Config(
@@ -49,6 +89,8 @@ class Server(uvicorn.Server):
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_FLUSH_S,
                 h11_max_incomplete_event_size=MAX_HEAD,
+                ssl_certfile=None if certificate is None else certificate.certfile,
+                ssl_keyfile=None if certificate is None else certificate.keyfile,
             )
         )
         self._service, self._on_start = service, on_start

@@ -16,6 +16,7 @@ class ServerSettings:
 
     Attributes:
         api_keys: Keys of which a client must send one; none: every client is served.
+        origins: Origins of pages in browsers that may read answers; ``"*"`` is any.
         hosts: Names by which clients may call the server, without ports; ``None``: any.
         max_body: The largest body of a request, in bytes.
         max_requests: The most requests that are answered at the same time, of all kinds.
@@ -29,6 +30,7 @@ class ServerSettings:
     """
 
     api_keys: tuple[str, ...] = attrs.field(default=(), repr=False)
+    origins: tuple[str, ...] = ()
     hosts: frozenset[str] | None = None
     max_body: int = MAX_BODY
     max_requests: int = MAX_REQUESTS

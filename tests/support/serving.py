@@ -10,7 +10,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from tiny import shared_model, tiny_tokenizer
 from kvpolicy import Plan, PrefixStore
 from kvpolicy.serve.launch import bound_to, hosts_of, served_model, url_of
 from kvpolicy.serve.plans import ServedModel, ServedPlan
-from kvpolicy.serve.server import Server
+from kvpolicy.serve.server import Certificate, Server
 from kvpolicy.serve.service import Service
 from kvpolicy.serve.settings import ServerSettings
 
@@ -162,6 +162,8 @@ def serving(
     max_waiting: int = 64,
     kv_memory: int | None = None,
     prefix_store: PrefixStore | None = None,
+    aliases: Sequence[str] = (),
+    certificate: Certificate | None = None,
     send_buffer: int | None = None,
     **settings: Any,
 ) -> Iterator[Running]:
@@ -183,6 +185,7 @@ def serving(
         max_waiting=max_waiting,
         kv_memory=kv_memory,
         prefix_store=prefix_store,
+        aliases=aliases,
         slots=slots,
     )
     gates = {plan.name: Gate() for plan in served.plans}
@@ -194,13 +197,14 @@ def serving(
     with bound_to("127.0.0.1", 0) as listening:
         if send_buffer is not None:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        server = Server(service, started.set)
+        server = Server(service, started.set, certificate)
         loop = SkippingLoop()
         thread = threading.Thread(target=_run, args=(loop, server, listening))
         thread.start()
         try:
             assert started.wait(PATIENCE_S)
-            yield Running(url_of(listening), served, server, thread, loop, gates, clients)
+            url = url_of(listening, "http" if certificate is None else "https")
+            yield Running(url, served, server, thread, loop, gates, clients)
         finally:
             for client in clients:
                 client.close()

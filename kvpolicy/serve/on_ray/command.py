@@ -1,7 +1,7 @@
 """What ``kvpolicy serve`` does with a Ray cluster: serve on it, or write a deployment file."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class RayOptions:
 
 
 def serve_on_ray(
-    name: str,
+    names: Sequence[str],
     model: str,
     loading: Mapping[str, Any],
     plans: Mapping[str, Plan],
@@ -57,7 +57,7 @@ def serve_on_ray(
     """Serve on a Ray cluster until a signal comes, or write a deployment file.
 
     Args:
-        name: What clients call the model.
+        names: What clients call the model.
         model: Its name, hub id or folder.
         loading: Further arguments of `load_model`.
         plans: The plans by their names.
@@ -75,7 +75,7 @@ def serve_on_ray(
     """
     slots = engine["slots"] * len(plans)
     config = ServeConfig(
-        name,
+        names[0],
         model,
         dict(loading),
         {plan_name: plan_data(plan) for plan_name, plan in plans.items()},
@@ -86,6 +86,7 @@ def serve_on_ray(
         requests=ray.requests or 2 * slots,
         setup=ProcessSetup.of_this_process(threads=ray.cpus),
         prefix_store=None if prefix_store is None else dict(prefix_store),
+        aliases=tuple(names[1:]),
     )
     if output is not None:
         _write(config, ray, slots, host, port, output)

@@ -30,6 +30,7 @@ class ServeConfig:
         setup: How the processes are set up.
         prefix_store: Arguments of the `PrefixStore` that each replica has for itself; ``None``: it
             has none.
+        aliases: Further names of the model.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ServeConfig:
     requests: int
     setup: ProcessSetup
     prefix_store: dict[str, Any] | None = None
+    aliases: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, such as for YAML; without keys.

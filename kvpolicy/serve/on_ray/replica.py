@@ -151,10 +151,11 @@ def service_of(config: ServeConfig) -> Service:
         config.read_plans(),
         config.settings,
         prefix_store=store,
+        aliases=config.aliases,
         **config.engine,
     )
-    # The router has checked the host, and replicas are given no keys.
-    return Service(served, attrs.evolve(config.settings, hosts=None))
+    # The router has checked the host and the origin, and replicas are given no keys.
+    return Service(served, attrs.evolve(config.settings, hosts=None, origins=()))
 
 
 def _name_of_this_replica() -> str:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import kvpolicy
 from kvpolicy.serve.api_errors import ApiError, from_http
 from kvpolicy.serve.defects import answer_to_defect
-from kvpolicy.serve.guard import Guard
+from kvpolicy.serve.guard import guarded
 from kvpolicy.serve.json_request import JsonRequest
 from kvpolicy.serve.metrics import CONTENT_TYPE
 from kvpolicy.serve.observer import Observer
@@ -59,7 +59,7 @@ def create_router(replicas: Replicas, settings: ServerSettings) -> ASGIApp:
 
     for path in (*_GENERATION, *_OTHERS):
         app.add_api_route(path, pass_on, methods=_METHODS, response_model=None)
-    return Observer(Guard(app, settings), metrics)
+    return Observer(guarded(app, settings), metrics)
 
 
 async def _answer_http(_: HttpRequest, error: Any) -> Response:

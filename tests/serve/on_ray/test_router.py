@@ -5,6 +5,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import attrs
 import openai
 import pytest
 import torch
@@ -17,6 +18,7 @@ from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.model.loading import load_model
 from kvpolicy.serve.on_ray.conversations import conversation_of
 from kvpolicy.serve.on_ray.replica import Replica
+from kvpolicy.serve.settings import ServerSettings
 
 ASK: dict[str, Any] = {"model": "tiny:h2o", "prompt": [5, 9, 40, 7, 11, 3], "max_tokens": 30}
 WITH_IDS: dict[str, Any] = {"extra_body": {"kvpolicy": {"token_ids": True}}}
@@ -199,3 +201,26 @@ def test_a_request_that_a_broken_replica_refuses_is_answered_by_another(model_fo
         assert [name for name, _ in router.replicas.asked] == ["a", "b"]
 
     check(model_folder, what)
+
+
+def test_the_router_answers_to_every_name_and_to_pages_of_allowed_origins(
+    model_folder: Path,
+) -> None:
+    origin = "https://chat.example.com"
+
+    async def run() -> None:
+        config = attrs.evolve(
+            config_of(model_folder), aliases=("other",), settings=ServerSettings(origins=(origin,))
+        )
+        async with routed(config, num=1, origins=(origin,)) as router:
+            headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            asked = await router.http.options("/v1/completions", headers=headers)
+            assert asked.headers.get_list("access-control-allow-origin") == [origin]
+            body = {**ASK, "model": "other:h2o", "max_tokens": 2}
+            answer = await router.http.post(
+                "/v1/completions", json=body, headers={"Origin": origin}
+            )
+            assert answer.status_code == 200
+            assert answer.headers.get_list("access-control-allow-origin") == [origin]
+
+    asyncio.run(run())
