@@ -15,6 +15,7 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: Arguments after the program name; those of this process by default.
     """
+    _let_waiting_threads_sleep()
     try:
         from kvpolicy.cli.app import run
 
@@ -23,6 +24,16 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.stderr.write("kvpolicy: interrupted.\n")
         status = 130
     _exit(status)
+
+
+def _let_waiting_threads_sleep() -> None:
+    """Tell OpenMP, before torch loads it, to spin for microseconds where it waits, and not longer.
+
+    Its threads wait for each other many times in a decode step. Where something else runs on the
+    cores, a thread that spins for milliseconds takes the time of the one that it waits for.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _exit(status: int) -> NoReturn:

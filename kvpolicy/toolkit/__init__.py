@@ -11,6 +11,7 @@ from kvpolicy.toolkit.attention_window import (
     snapkv_scores,
     window_scores,
 )
+from kvpolicy.toolkit.draws import uniform
 from kvpolicy.toolkit.layer_tables import (
     LayerTable,
     LayerTableError,
@@ -76,6 +77,7 @@ __all__ = [
     "token_texts",
     "tokens_containing",
     "tokens_equal",
+    "uniform",
     "window_scores",
     "with_hash",
 ]
