@@ -144,9 +144,9 @@ class Arrivals:
     def _own_prompt(self, request: Request) -> tuple[int, ...]:
         """The tokens of the prompt; none if the answer of a snapshot goes on."""
         snapshot, prompt = request.resume, request.prompt
-        is_empty = isinstance(prompt, (str, list, tuple)) and not prompt
-        if snapshot is None or not is_empty:
-            return encode(prompt, self.tokenizer, self.adapter.vocab_size)
+        if snapshot is None or not request.goes_on:
+            before = () if snapshot is None else snapshot.token_ids
+            return encode(prompt, self.tokenizer, self.adapter.vocab_size, before)
         if snapshot.seq_len == len(snapshot.token_ids):
             msg = (
                 "the prompt is empty, and the model has seen all tokens of the snapshot; at least "

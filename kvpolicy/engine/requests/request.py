@@ -158,9 +158,10 @@ class Request:
     """One prompt and how to continue it.
 
     Attributes:
-        prompt: Text (the engine needs a tokenizer then) or token ids. With ``resume``, the tokens
-            that follow those of the snapshot; empty: the newest answer of the snapshot goes on,
-            and the texts of both join to that of the whole.
+        prompt: Text (the engine needs a tokenizer then) or token ids. With ``resume``, what follows
+            the snapshot: a text gets no first token of its own then, and no space in front. Empty:
+            the newest answer of the snapshot goes on, and the texts of both join to that of the
+            whole.
         max_new_tokens: The most tokens to generate.
         sampling: How tokens are drawn.
         stop: Texts that end the generation; the text of the result ends before the first of them.
@@ -200,7 +201,12 @@ class Request:
     include_stop: bool = attrs.field(default=False, kw_only=True)
 
     @property
-    def continued(self) -> Sequence[int]:
-        """Tokens of the newest answer of the snapshot, if it is what goes on."""
+    def goes_on(self) -> bool:
+        """Whether the newest answer of the snapshot goes on."""
         is_empty = isinstance(self.prompt, (str, list, tuple)) and not self.prompt
-        return self.resume.tokens if self.resume is not None and is_empty else ()
+        return self.resume is not None and is_empty
+
+    @property
+    def continued(self) -> Sequence[int]:
+        """Tokens of the answer that goes on."""
+        return self.resume.tokens if self.resume is not None and self.goes_on else ()

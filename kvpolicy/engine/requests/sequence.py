@@ -9,6 +9,7 @@ import attrs
 
 from kvpolicy.cache.static_step import Continuation
 from kvpolicy.engine.requests.detokenize import TextDecoder, decode
+from kvpolicy.engine.requests.following import following
 from kvpolicy.engine.requests.logits_processors import SequenceProcessors
 from kvpolicy.engine.requests.logprobs import TokenLogprobs
 from kvpolicy.engine.requests.request import Request, Sampling
@@ -236,8 +237,19 @@ class Sequence:
         )
 
 
-def encode(prompt: str | abc.Sequence[int], tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
+def encode(
+    prompt: str | abc.Sequence[int],
+    tokenizer: Any,
+    vocab_size: int,
+    before: abc.Sequence[int] = (),
+) -> tuple[int, ...]:
     """The token ids of a prompt.
+
+    Args:
+        prompt: Text or token ids.
+        tokenizer: Encodes text; there may be none.
+        vocab_size: Token ids are below this.
+        before: Tokens that a text goes on from; none: it begins one.
 
     Raises:
         RequestError: If it is empty, is text and there is no tokenizer, or has no valid token ids.
@@ -246,7 +258,7 @@ def encode(prompt: str | abc.Sequence[int], tokenizer: Any, vocab_size: int) -> 
         if tokenizer is None:
             msg = "the prompt is text, but the engine has no tokenizer; give token ids"
             raise RequestError(msg)
-        ids = tuple(_tokens_of(prompt, tokenizer))
+        ids = tuple(_tokens_of(prompt, tokenizer, before))
     elif isinstance(prompt, abc.Iterable) and not isinstance(prompt, bytes):
         ids = _token_ids(prompt)
     else:
@@ -264,7 +276,7 @@ def encode(prompt: str | abc.Sequence[int], tokenizer: Any, vocab_size: int) -> 
     return ids
 
 
-def _tokens_of(text: str, tokenizer: Any) -> list[int]:
+def _tokens_of(text: str, tokenizer: Any, before: abc.Sequence[int]) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -275,7 +287,7 @@ def _tokens_of(text: str, tokenizer: Any) -> list[int]:
         )
         raise RequestError(msg) from error
     try:
-        return list(tokenizer(text)["input_ids"])
+        return following(tokenizer, before, text) if before else list(tokenizer(text)["input_ids"])
     except Exception as error:
         msg = f"the tokenizer cannot encode the prompt: {error_summary(error)}; give token ids"
         raise RequestError(msg) from error

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvpolicy.engine.requests.following import following
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.store.records import Sample
@@ -140,7 +141,9 @@ def _given_and_scored(tokenizer: Any, one: EvalRequest) -> tuple[Any, list[int]]
     reference = one.example.reference
     assert reference is not None, "DerivedTask.examples checks it"
     if one.example.prompt:
-        return one.request.prompt, tokenizer(reference, add_special_tokens=False)["input_ids"]
+        given = one.request.prompt
+        before = tokenizer(given)["input_ids"] if isinstance(given, str) else given
+        return given, following(tokenizer, before, reference)
     ids = tokenizer(reference)["input_ids"]
     return ids[:1], ids[1:]
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab_samples import CELLS, sample
 from tiny import r1_tokenizer, shared_model, tiny_model, tiny_tokenizer
+from tokenizer_kinds import KINDS
 
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.engine.requests.request import Request, Sampling
@@ -55,8 +56,9 @@ def measured(
     slots: int = 3,
     max_new_tokens: int = 60,
     model: Any = None,
+    tokenizer: Any = TOKENIZER,
 ) -> list[EvalOutcome]:
-    engine = Engine(model or shared_model(), TOKENIZER, plan, slots=slots)
+    engine = Engine(model or shared_model(), tokenizer, plan, slots=slots)
     asked = [EvalRequest(item, Request(item.prompt, max_new_tokens, Sampling())) for item in items]
     trial = measure.begin(engine, asked)
     found = {result.id: trial.outcome(result) for result in trial.run}
@@ -67,12 +69,14 @@ def text(prompt: str, reference: str, index: int = 0) -> Example:
     return Example(index, prompt, "", reference=reference)
 
 
-def loss_by_hand(prompt: str, reference: str) -> float:
+def loss_by_hand(
+    prompt: str, reference: str, model: Any = None, tokenizer: Any = TOKENIZER
+) -> float:
     """One forward of the unmodified model over the whole text."""
-    ids = TOKENIZER(prompt + reference)["input_ids"]
-    first = max(len(TOKENIZER(prompt)["input_ids"]), 1) if prompt else 1
+    ids = tokenizer(prompt + reference)["input_ids"]
+    first = max(len(tokenizer(prompt)["input_ids"]), 1) if prompt else 1
     with torch.inference_mode():
-        logits = shared_model()(torch.tensor([ids])).logits[0].double()
+        logits = (model or shared_model())(torch.tensor([ids])).logits[0].double()
     loss = 0.0
     for place in range(first, len(ids)):
         row = logits[place - 1]
@@ -87,6 +91,24 @@ def test_without_evictions_the_loss_equals_that_of_one_forward(prompt: str, refe
     assert found.values[NUM_SCORED] == len(reference) - (not prompt)
     assert found.result.finish_reason == "stop"
     assert found.correct is None
+
+
+@pytest.mark.parametrize(("prompt", "reference"), [("일본 日本", "日本 ab."), ("one", " two 🦄")])
+def test_the_text_is_scored_without_a_space_of_the_tokenizer(prompt: str, reference: str) -> None:
+    tokenizer = KINDS["Llama"]()
+    model = tiny_model(num_layers=1, vocab=len(tokenizer))
+    given, whole = tokenizer(prompt)["input_ids"], tokenizer(prompt + reference)["input_ids"]
+    assert whole[: len(given)] == given
+    (found,) = measured(
+        Perplexity(),
+        Plan.uniform("full"),
+        [text(prompt, reference)],
+        model=model,
+        tokenizer=tokenizer,
+    )
+    assert found.values[NUM_SCORED] == len(whole) - len(given)
+    by_hand = loss_by_hand(prompt, reference, model, tokenizer)
+    assert found.values[LOSS] == pytest.approx(by_hand, abs=ROUNDING)
 
 
 def test_evicting_changes_the_loss_and_only_after_the_first_compaction() -> None:
