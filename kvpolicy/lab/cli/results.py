@@ -98,6 +98,7 @@ def listing(
     epilog=examples(
         "kvpolicy results table kvpolicy-ablate/baselines",
         "kvpolicy results table runs --by depth --csv",
+        "kvpolicy results table runs --latex > table.tex",
     ),
 )
 def table(
@@ -111,6 +112,9 @@ def table(
     task: Tasks = None,
     seed: Seeds = None,
     csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of text.")] = False,
+    latex: Annotated[
+        bool, typer.Option("--latex", help="Print LaTeX, with booktabs, instead of text.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show the results of runs: accuracy or what else was measured, length, memory and speed.
@@ -118,8 +122,10 @@ def table(
     Seeds are pooled; intervals count questions, not samples. Truncated, failed and ungraded
     samples count, as wrong ones.
     """
-    if csv and json:
-        msg = "--csv and --json were given; give one of them."
+    given = {"--csv": csv, "--latex": latex, "--json": json}
+    forms = [option for option, is_given in given.items() if is_given]
+    if len(forms) > 1:
+        msg = f"{' and '.join(forms)} were given; give one of them."
         raise KVPolicyError(msg)
     opened = open_runs(runs, warn=info)
     keep = select(opened, series=series, budgets=budget, models=model, tasks=task, seeds=seed)
@@ -132,7 +138,7 @@ def table(
         print_exact(csv_text(to_run_records(rows, flat=True)))
     else:
         warn_incomplete(cells)
-        print_text(tables_of_runs(rows, terminal_width()))
+        print_text(tables_of_runs(rows, terminal_width(), latex=latex))
 
 
 @app.command(

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
+from kvpolicy.cli.latex import format_latex
 from kvpolicy.cli.output import format_bytes, format_count, info
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.lab.analysis.compare import (
@@ -35,6 +36,7 @@ def table(
     *,
     labels: Mapping[str, Sequence[str]] | None = None,
     width: int | None = None,
+    latex: bool = False,
 ) -> str:
     """Lay out rows of cells, all of them whole or all broken down by the same facet.
 
@@ -43,6 +45,7 @@ def table(
         measured: What the task measures; each column is followed by its interval.
         labels: Additional columns before all others: the heading, and the text of each row.
         width: Characters of a line; unlimited if not given.
+        latex: Whether it is for a paper, in LaTeX.
 
     Returns:
         The lines. ``compacted (n)`` is the first quantity over the samples whose cache was
@@ -68,10 +71,12 @@ def table(
     lines = list(zip(*texts, strict=True))
     headers = [*names, *columns]
     right = range(len(labels) + 1, len(headers))
+    if latex:
+        return format_latex(headers, lines, right=right)
     return format_table(headers, lines, right=right, keys=len(names), width=width)
 
 
-def tables_of_runs(rows: Sequence[Row], width: int | None) -> str:
+def tables_of_runs(rows: Sequence[Row], width: int | None, *, latex: bool = False) -> str:
     """One table for each set of measured columns, with the settings in which cells differ."""
     by_columns: dict[object, list[Row]] = {}
     for row in rows:
@@ -80,7 +85,8 @@ def tables_of_runs(rows: Sequence[Row], width: int | None) -> str:
     texts = []
     for some in by_columns.values():
         labels = {name: [format_setting(row.cell, name) for row in some] for name in names}
-        texts.append(table(some, some[0].columns, labels=labels, width=width) + "\n")
+        found = table(some, some[0].columns, labels=labels, width=width, latex=latex)
+        texts.append(found + "\n")
     return "\n".join(texts)
 
 

@@ -91,6 +91,16 @@ def test_a_table_counts_failed_and_ungraded_samples(kvpolicy: Shell) -> None:
     assert "0,1" in text
 
 
+def test_a_table_in_latex_has_a_row_for_each_cell(kvpolicy: Shell) -> None:
+    write_run(Path("run"), outcome=_worse)
+    answer = kvpolicy("results", "table", "run", "--latex")
+    assert answer.status == 0
+    rows = [line.split("&")[0].strip() for line in answer.out.splitlines() if "&" in line]
+    shown = kvpolicy("results", "table", "run", "--json").json
+    assert rows[1:] == [one["series"] for one in shown]
+    assert kvpolicy("results", "table", "run", "--latex", "--json").status == 2
+
+
 def test_csv_and_json_have_the_same_values(kvpolicy: Shell) -> None:
     write_run(Path("a"), outcome=_worse)
     write_run(Path("b"), models=("other",), only_first=8)
