@@ -29,6 +29,7 @@ MAX_MESSAGES = 2048
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256  # characters
 MAX_TOP_LOGPROBS = 20
+MAX_PENALTY = 1000
 _MAX_NAME = 256  # characters of names and the like
 
 
@@ -117,9 +118,12 @@ class GenerationBody(_Strict):
 
     model: Name
     max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=MAX_PENALTY)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = None
     stop: list[str] = []

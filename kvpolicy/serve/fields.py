@@ -45,6 +45,7 @@ def _only(*harmless: object, instead: str = "leave it out") -> Unserved:
 
 _ANY = Unserved()
 _NONE = _only()
+_PENALTY = "repetition_penalty is like it"
 _TOKEN_IDS = 'ask for {"kvpolicy": {"token_ids": true}}'
 
 REQUEST: Mapping[str, Unserved] = {
@@ -62,16 +63,13 @@ REQUEST: Mapping[str, Unserved] = {
     "bad_words": _only([]),
     "best_of": _only(1, instead="choose among the n choices"),
     "early_stopping": _only(False),
-    "frequency_penalty": _only(0),
+    "frequency_penalty": _only(0, instead=_PENALTY),
     "length_penalty": _only(1),
     "logit_bias": _only({}),
     "logits_processors": _only([]),
-    "min_p": _only(0),
-    "min_tokens": _only(0),
     "mirostat": _only(0),
-    "presence_penalty": _only(0),
-    "repeat_penalty": _only(1),
-    "repetition_penalty": _only(1),
+    "presence_penalty": _only(0, instead=_PENALTY),
+    "repeat_penalty": _only(1, instead=_PENALTY),
     "tfs_z": _only(1),
     "typical_p": _only(1),
     "use_beam_search": _only(False),

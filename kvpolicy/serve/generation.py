@@ -45,7 +45,7 @@ def requests_of(
     prompts: Sequence[tuple[int, ...]],
     sampling: Sampling,
     limits: Limits,
-    stop_ids: Sequence[int],
+    stop_ids: Sequence[int] | None,
     *,
     snapshot: bool = False,
 ) -> list[Request]:
@@ -58,7 +58,7 @@ def requests_of(
         prompts: Tokens of its prompts.
         sampling: How its first choice is sampled.
         limits: Its limits.
-        stop_ids: Tokens that end a choice.
+        stop_ids: Tokens that end a choice; ``None``: the model's own.
         snapshot: Whether sequences are wanted as they are at their ends.
     """
     seeds = [(sampling.seed + i) % (MAX_SEED + 1) for i in range(body.n)]
@@ -68,7 +68,8 @@ def requests_of(
             limits.max_new_tokens,
             attrs.evolve(sampling, seed=seed),
             tuple(body.stop),
-            tuple(stop_ids),
+            None if stop_ids is None else tuple(stop_ids),
+            min_new_tokens=body.min_tokens,
             deadline_s=limits.deadline_s,
             logprobs=limits.logprobs,
             snapshot=snapshot,

@@ -26,6 +26,7 @@ from kvpolicy.serve.replies import ChatReply, CompletionReply, Reply, cached_tok
 from kvpolicy.serve.settings import ServerSettings
 
 DEFAULT_COMPLETION_TOKENS = 16  # of OpenAI's interface
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 CLIENT_GONE = 499  # what proxies write into logs; nobody receives it
 
 # How requests end whose errors have these codes.
@@ -152,7 +153,7 @@ class Service:
 
     def _sampling(self, body: CompletionBody | ChatBody, plan: ServedPlan) -> Sampling:
         """What the body says, then the model's generation config, then OpenAI's defaults."""
-        asked = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p", "seed")}
+        asked = {name: getattr(body, name) for name in _SAMPLING}
         asked = {name: value for name, value in asked.items() if value is not None}
         usual = {"temperature": 1.0, "seed": random_seed(), **plan.engine.rules.sampling}
         return Sampling(**usual | asked)
@@ -201,11 +202,13 @@ class Service:
         return JSONResponse(reply.whole(generation.results, record.prompt_tokens))
 
 
-def _stop_ids(body: CompletionBody | ChatBody, plan: ServedPlan) -> list[int]:
-    """Tokens that end a choice: the model's, unless others replace them, and further ones."""
+def _stop_ids(body: CompletionBody | ChatBody, plan: ServedPlan) -> list[int] | None:
+    """Tokens that end a choice, unless these are the model's own alone."""
+    given, further = body.kvpolicy.stop_ids, body.stop_token_ids or []
+    if given is None and not further and not body.ignore_eos:
+        return None
     own = () if body.ignore_eos else plan.engine.adapter.stop_ids
-    given = body.kvpolicy.stop_ids
-    return [*(own if given is None else given), *(body.stop_token_ids or ())]
+    return [*(own if given is None else given), *further]
 
 
 async def unless_gone(http: HttpRequest, work: Coroutine[Any, Any, _Made]) -> _Made:

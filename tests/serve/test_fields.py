@@ -10,6 +10,7 @@ from refresh_fields import PAGE, WHERE, listed, table
 from serving import CHAT_TEMPLATE, Running, serving
 from tiny import greedy_tokens, tiny_model, tiny_tokenizer
 
+from kvpolicy import Engine, Plan, Request, Sampling
 from kvpolicy.serve.bodies import ChatBody, CompletionBody, Message, StreamOptions
 from kvpolicy.serve.fields import CHAT, COMPLETION, MESSAGE, STREAM_OPTIONS, Unserved
 
@@ -147,6 +148,34 @@ def test_end_tokens_end_a_choice_unless_they_are_to_be_ignored() -> None:
         assert generated(ignore_eos=True, stop_token_ids=[other]) == (ends, "stop")
         assert generated(stop_token_ids=[other]) == (min(at, ends), "stop")
         assert generated(kvpolicy={"stop_ids": []}, stop_token_ids=[end]) == (at, "stop")
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({"min_p": 1.0, "temperature": 1.5}, Request("a cat", 20, Sampling())),
+        ({"top_k": -1, "top_p": 1}, Request("a cat", 20, Sampling(1.0, seed=7))),
+        (
+            {"repetition_penalty": 1.7, "temperature": 0},
+            Request("a cat", 20, Sampling(repetition_penalty=1.7)),
+        ),
+        (
+            {"min_tokens": 9, "temperature": 0, "stop_token_ids": [*range(30)]},
+            Request("a cat", 20, Sampling(), stop_ids=tuple(range(30)), min_new_tokens=9),
+        ),
+    ],
+    ids=str,
+)
+def test_sampling_of_other_servers_is_that_of_the_engine(
+    server: Running, asked: dict[str, Any], wanted: Request
+) -> None:
+    engine = Engine(server.plan.engine.adapter.model, server.model.tokenizer, Plan.uniform("full"))
+    (expected,) = engine.generate([wanted]).results()
+    found = server.client().completions.create(
+        model="tiny", prompt="a cat", max_tokens=20, seed=7, extra_body=asked
+    )
+    assert found.choices[0].text == expected.text
+    assert found.choices[0].finish_reason == expected.finish_reason
 
 
 def test_a_seed_of_minus_one_is_drawn(server: Running) -> None:
