@@ -216,6 +216,20 @@ TopK = Annotated[
         min=0, help="Sample from this many tokens; 0 means all.", rich_help_panel=SAMPLING
     ),
 ]
+MinP = Annotated[
+    float,
+    typer.Option(
+        help="Sample from tokens with this share of the likeliest one's probability.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        help="Divides logits of tokens that were there; 1 is off. [default: the model's]",
+        rich_help_panel=SAMPLING,
+    ),
+]
 Seed = Annotated[
     int, typer.Option(min=0, help="Random seed for sampling.", rich_help_panel=SAMPLING)
 ]
@@ -224,6 +238,14 @@ MaxNewTokens = Annotated[
     typer.Option(
         min=1,
         help="Most tokens to generate. [default: the model's, or 1024]",
+        rich_help_panel=SAMPLING,
+    ),
+]
+MinNewTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Tokens before which the end token is not drawn. [default: the model's]",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -263,8 +285,11 @@ class GenerationOptions:
     temperature: Temperature = 0.0
     top_p: TopP = 1.0
     top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = None
     seed: Seed = 0
     max_new_tokens: MaxNewTokens = None
+    min_new_tokens: MinNewTokens = None
     stop: Stop = None
     model: Model = DEFAULT_MODEL
     dtype: Dtype = "auto"
@@ -395,9 +420,21 @@ def default_request(options: GenerationOptions) -> "Request":
     """
     from kvpolicy.engine.requests.request import Request, Sampling
 
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    sampling = Sampling(
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.seed,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+    )
     most = options.max_new_tokens or _MAX_NEW_TOKENS
-    return Request(max_new_tokens=most, sampling=sampling, stop=tuple(options.stop or ()))
+    return Request(
+        max_new_tokens=most,
+        sampling=sampling,
+        stop=tuple(options.stop or ()),
+        min_new_tokens=options.min_new_tokens,
+    )
 
 
 def tell_packing(model: "PreTrainedModel", cpu_weights: WeightOrder) -> None:

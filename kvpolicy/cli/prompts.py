@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from kvpolicy.engine.requests.request import Request
     from kvpolicy.model.chat import ChatEncoder
 
-_LIMITS = ("max_new_tokens", "stop")
-_SAMPLING = ("seed", "temperature", "top_k", "top_p")
+_LIMITS = ("max_new_tokens", "min_new_tokens", "stop")
+_SAMPLING = ("min_p", "repetition_penalty", "seed", "temperature", "top_k", "top_p")
 _KEYS = tuple(sorted(("id", "messages", "prompt", *_LIMITS, *_SAMPLING)))
 _MESSAGE_KEYS = ("content", "role")
 _MOST_KEYS = 9  # that a message lists
@@ -41,8 +41,7 @@ class Prompt:
         id: Its id in a JSON line, or else its number, counted from 0.
         content: A text, or token ids; empty for a chat.
         messages: The messages of a chat, to be put into the model's chat template.
-        own: Limits and sampling of its own: ``max_new_tokens``, ``stop``, ``seed``,
-            ``temperature``, ``top_k``, ``top_p``.
+        own: Limits and sampling of its own, by the names of `Request` and `Sampling`.
         place: Where it was read, for messages.
     """
 

@@ -21,6 +21,12 @@ from kvpolicy.plan.resolved import ResolvedPlan
 
 # Entries of a configuration that do not change a model's output.
 _IGNORED_SETTINGS = ("version", "transformers_version")
+# Fields of a generation config that a request replaces in any case, or that change no token.
+_OF_REQUESTS = (
+    *_IGNORED_SETTINGS,
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "max_length"),
+    "use_cache",
+)
 
 
 @attrs.frozen
@@ -191,7 +197,7 @@ def forms(model: nn.Module, *, compiled: bool) -> list[str]:
 
 
 def fingerprint(model: nn.Module, *, compiled: bool = False) -> str:
-    """Hash a model's configuration and all its weights.
+    """Hash a model's configuration, what its generation config adds, and all its weights.
 
     The name and the folder do not count. The precision does, and so do the `forms` in which it is
     computed: they change answers.
@@ -209,6 +215,11 @@ def fingerprint(model: nn.Module, *, compiled: bool = False) -> str:
         k: v for k, v in settings.items() if not k.startswith("_") and k not in _IGNORED_SETTINGS
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    generation = getattr(model, "generation_config", None)
+    given = {} if generation is None else generation.to_diff_dict()
+    given = {k: v for k, v in given.items() if k not in _OF_REQUESTS and v != settings.get(k)}
+    if given:  # its keys may be tuples, which JSON does not have
+        digest.update(repr(sorted(given.items())).encode())
     for name, tensor in model.state_dict().items():
         # An XOR over all values, computed on the model's device: seconds for billions of values.
         value = torch.hash_tensor(tensor.detach()).view(torch.int64).item()

@@ -208,9 +208,12 @@ def test_token_ids_are_prompts(
 
 def test_sampling_options_are_used(kvpolicy: Shell, model_folder: Path, engine: Engine) -> None:
     words = ("--temperature", 1.5, "--top-k", 20, "--top-p", 0.9, "--seed", 7, "--json")
+    words += ("--min-p", 0.05, "--repetition-penalty", 1.3, "--min-new-tokens", 9)
     answer = kvpolicy("run", PROMPTS[0], "--model", model_folder, *H2O, *words)
-    how = Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=7)
-    (expected,) = engine.generate([PROMPTS[0]], max_new_tokens=30, sampling=how).results()
+    how = Sampling(1.5, top_k=20, top_p=0.9, seed=7, min_p=0.05, repetition_penalty=1.3)
+    (expected,) = engine.generate(
+        [PROMPTS[0]], max_new_tokens=30, sampling=how, min_new_tokens=9
+    ).results()
     assert answer.json_lines[0]["tokens"] == list(expected.tokens)
 
 
@@ -371,6 +374,7 @@ def test_a_line_may_have_limits_and_sampling_of_its_own(
     whole = str(texts[1])
     stop = whole.split()[len(whole.split()) // 2]
     how = {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "seed": 7}
+    how |= {"min_p": 0.05, "repetition_penalty": 1.3}
     path = write_lines(
         tmp_path,
         {"prompt": PROMPTS[0], "max_new_tokens": 3},
@@ -382,7 +386,7 @@ def test_a_line_may_have_limits_and_sampling_of_its_own(
     few, stopped, sampled, plain, _ = kvpolicy(*words).json_lines
     assert len(few["tokens"]) == 3
     assert stopped["text"] == whole[: whole.index(stop)]
-    sampling = Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=7)
+    sampling = Sampling(**how)
     (expected,) = engine.generate([PROMPTS[2]], max_new_tokens=30, sampling=sampling).results()
     assert sampled["tokens"] == list(expected.tokens)
     assert plain["text"] == texts[2]

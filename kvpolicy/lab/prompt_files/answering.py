@@ -96,6 +96,7 @@ class Answering:
             "fingerprint of the model": self.model.fingerprint,
             "plan": self.plan_digest,
             "max_new_tokens": self.defaults.max_new_tokens,
+            "min_new_tokens": self.defaults.min_new_tokens,
             # The seed also where it is greedy: a line may have a temperature of its own.
             **attrs.asdict(self.defaults.sampling),
             "stop": list(self.defaults.stop),
