@@ -125,6 +125,39 @@ def test_stop_cancels_and_the_conversation_goes_on(open_page: Open) -> None:
         assert shown.startswith("u:b"), "what was stopped is not part of it"
 
 
+def test_who_scrolls_back_while_an_answer_comes_stays_there(open_page: Open) -> None:
+    with serving(plans_of(full=0)) as running:
+        page = open_page(running, viewport={"width": 390, "height": 500}).page
+        for question in ("one", "two", "three"):
+            ask(page, question)
+        turns = page.locator("#turns")
+        page.fill("#question", "four")
+        running.gate.close()
+        page.click("#send")
+        page.wait_for_function(
+            "() => { const { scrollTop, clientHeight, scrollHeight } = document.querySelector('#turns');"
+            " return scrollTop > 0 && scrollTop + clientHeight > scrollHeight - 40 }"
+        )
+        turns.evaluate("turns => turns.scrollTop = 0")
+        running.gate.open()
+        page.wait_for_selector("#send:not([disabled])")
+        assert turns.evaluate("turns => turns.scrollTop") == 0
+        ask(page, "five", most=200)
+        rest = turns.evaluate("turns => turns.scrollHeight - turns.scrollTop - turns.clientHeight")
+        assert abs(rest) < 40, "who asks again follows the answer"
+        stop = page.locator("#stop").bounding_box()
+        assert stop["y"] + stop["height"] <= 2 * 500, "long conversations do not push it down"
+
+
+def test_a_server_that_has_ended_is_told(browser: Any) -> None:
+    with serving(plans_of(full=0)) as running:
+        opened = Opened(browser, f"{running.url}/")
+        ask(opened.page, "one")
+    ask(opened.page, "two")
+    assert "cannot be reached" in opened.page.locator("#problem").text_content()
+    opened.page.context.close()
+
+
 def test_texts_are_shown_and_never_run(open_page: Open) -> None:
     tokenizer = tiny_tokenizer(57)
     marks = ["<script>x()</script>", "<b>", "\u202e", "&amp;"]

@@ -16,6 +16,8 @@ const temperature = h("input", { type: "number", min: 0, max: 2, step: 0.1, plac
 const choices = h("div", { class: "tools" });
 let lanes = [];
 let running = null;
+let isAtEnd = true; // of the messages, or following it
+let scrolledTo = 0;
 
 const field = (label, input) => h("label", { class: "field" }, h("span", {}, label), input);
 // A form of its own: browsers want one around a password.
@@ -70,15 +72,22 @@ async function send(event) {
   const boxes = lanes.map(() => h("div", { class: "turn" }));
   turns.append(h("div", { class: "turn user" }, h("h2", {}, "you"), h("p", { class: "said" }, question)), h("div", { class: "answers" }, boxes));
   const options = { key: key.value, signal: running.signal, maxTokens: number(maxTokens), temperature: number(temperature) };
-  const follow = setInterval(() => (turns.scrollTop = turns.scrollHeight), 200);
+  isAtEnd = true;
+  scrollOn();
+  const follow = setInterval(scrollOn, 200);
   const ends = await Promise.allSettled(lanes.map((one, i) => one.answer(question, boxes[i], options)));
   clearInterval(follow);
-  turns.scrollTop = turns.scrollHeight;
+  scrollOn();
   const failed = ends.find((end) => end.status === "rejected");
   if (failed) tell(failed.reason.message);
   else if (!running.signal.aborted) byId("question").value = "";
   running = null;
   setRunning(false);
+}
+
+/** Show the newest words, unless somebody has scrolled back to read others. */
+function scrollOn() {
+  if (isAtEnd) byId("turns").scrollTop = byId("turns").scrollHeight;
 }
 
 function setRunning(isRunning) {
@@ -88,6 +97,12 @@ function setRunning(isRunning) {
   for (const one of choices.querySelectorAll("select")) one.disabled = isRunning;
 }
 
+byId("turns").addEventListener("scroll", ({ target }) => {
+  // Text that has come since is no scrolling back.
+  if (target.scrollTop < scrolledTo) isAtEnd = false;
+  if (target.scrollTop + target.clientHeight > target.scrollHeight - 40) isAtEnd = true;
+  scrolledTo = target.scrollTop;
+});
 key.addEventListener("change", begin);
 keyField.addEventListener("submit", (event) => event.preventDefault());
 byId("ask").addEventListener("submit", send);

@@ -2,7 +2,7 @@
 
 /** JSON of a path. Throws an Error with the sentence of the server if it refuses. */
 export async function ask(path, key) {
-  const answer = await fetch(path, { headers: headersOf(key) });
+  const answer = await reached(fetch(path, { headers: headersOf(key) }));
   if (!answer.ok) throw await refusal(answer);
   return answer.json();
 }
@@ -10,12 +10,12 @@ export async function ask(path, key) {
 /** The events of a POST as objects, until [DONE]. Throws as `ask`, also if the stream breaks. */
 export async function* events(path, body, key, signal) {
   const headers = { ...headersOf(key), "Content-Type": "application/json" };
-  const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  const answer = await reached(fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal }));
   if (!answer.ok) throw await refusal(answer);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reached(reader.read());
     if (done) throw new Error("The connection has ended before the answer.");
     const parts = (text + value).split("\n\n");
     text = parts.pop();
@@ -28,6 +28,14 @@ export async function* events(path, body, key, signal) {
       yield event;
     }
   }
+}
+
+/** What a promise gives; a connection that cannot be made, or breaks, is said in words of ours. */
+function reached(promise) {
+  return promise.catch((error) => {
+    if (error.name === "AbortError") throw error;
+    throw new Error("The server cannot be reached, or has ended; see whether it runs.");
+  });
 }
 
 function headersOf(key) {

@@ -37,7 +37,7 @@ export function lane(model) {
       messages.push({ role: "assistant", content: text });
     } catch (error) {
       messages.pop();
-      fill(cost, signal.aborted ? "Stopped." : "No answer.");
+      fill(cost, signal.aborted ? "Stopped." : text ? "The rest of the answer is missing." : "No answer.");
       if (!signal.aborted) throw error;
     }
   }
