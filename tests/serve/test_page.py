@@ -135,8 +135,8 @@ def test_who_scrolls_back_while_an_answer_comes_stays_there(open_page: Open) -> 
         running.gate.close()
         page.click("#send")
         page.wait_for_function(
-            "() => { const { scrollTop, clientHeight, scrollHeight } = document.querySelector('#turns');"
-            " return scrollTop > 0 && scrollTop + clientHeight > scrollHeight - 40 }"
+            "() => { const turns = document.querySelector('#turns'); return turns.scrollTop > 0"
+            " && turns.scrollTop + turns.clientHeight > turns.scrollHeight - 40 }"
         )
         turns.evaluate("turns => turns.scrollTop = 0")
         running.gate.open()
