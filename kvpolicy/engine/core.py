@@ -2,7 +2,7 @@
 
 import time
 from collections import abc
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -35,7 +35,8 @@ class EngineCore:
 
     Attributes:
         adapter: The model.
-        rules: Its generation config, as it was when the engine was made.
+        rules: Its generation config, as it was when the engine was made; only where
+            ``chooses_tokens``.
         tokenizer: Its tokenizer, if there is one.
         plan: The plan, resolved for this model.
         stacks: The policies of each layer.
@@ -54,6 +55,9 @@ class EngineCore:
         weights: The packed weights of the model, if it has any.
         steps_per_read: The most static decode steps whose tokens are read together.
     """
+
+    chooses_tokens: ClassVar[bool] = False  # a cache leaves that to `generate`
+    rules: GenerationRules
 
     def __init__(
         self,
@@ -138,7 +142,8 @@ class EngineCore:
                 raise KVPolicyError(msg)
             model = packed_model(model)
         self.adapter = model if isinstance(model, ModelAdapter) else ModelAdapter(model)
-        self.rules = GenerationRules(self.adapter.model, self.adapter.vocab_size)
+        if self.chooses_tokens:
+            self.rules = GenerationRules(self.adapter.model, self.adapter.vocab_size)
         self.weights = self.adapter.weights
         self.tokenizer = tokenizer
         self.plan = plan.resolve(self.adapter.num_layers)

@@ -1,7 +1,7 @@
 """The engine: continuous batching of sequences whose caches are evicted under a plan."""
 
 from collections import abc
-from typing import Any
+from typing import Any, ClassVar
 
 from kvpolicy.engine.core import EngineCore
 from kvpolicy.engine.open_run import OpenRun
@@ -17,6 +17,8 @@ class Engine(EngineCore):
 
     `EngineCore` has the arguments and attributes.
     """
+
+    chooses_tokens: ClassVar[bool] = True
 
     def generate(
         self,

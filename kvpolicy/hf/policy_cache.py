@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvpolicy.compat import cache_argument, cache_in
 from kvpolicy.engine.batch import RunningBatch
 from kvpolicy.engine.core import DEFAULT_CHUNK, DEFAULT_MAX_TOKENS
-from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.core import EngineCore
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.savings import nothing_evicted, saved_share
 from kvpolicy.engine.requests.sequence import Sequence as EngineSequence
@@ -149,7 +149,7 @@ class PolicyCache(Cache):
             _refuse(f"was given max_length={max_length!r}; expected a number of tokens")
         # The hooks of the model run around each call of it: once, and not again in the engine.
         adapter = ModelAdapter(model, run_own_hooks=False)
-        self._engine = Engine(
+        self._engine = EngineCore(
             adapter, tokenizer, plan, chunk=chunk, max_tokens_per_forward=max_tokens_per_forward
         )
         if self._engine.plan.padding != "none":

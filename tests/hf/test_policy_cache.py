@@ -318,3 +318,14 @@ def test_direct_model_call_returns_the_newest_logits() -> None:
         alone = [model(torch.tensor([row])).logits[0, -1] for row in ([1, 2, 3, 4, 5], [6, 7])]
     assert ours.shape[:2] == (2, 1)
     torch.testing.assert_close(ours[:, 0], torch.stack(alone))
+
+
+def test_what_an_engine_refuses_of_a_generation_config_is_left_to_generate() -> None:
+    model = tiny_model()
+    model.generation_config.num_beams = 2
+    ids = torch.tensor([[5, 6, 7]])
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    cache = cache_argument(PolicyCache(model, Plan.uniform("full")))
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **cache)
+    assert found.tolist() == plain.tolist()
