@@ -31,10 +31,6 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _hashed(value: Any) -> Any:
-    return with_hash(value) if isinstance(value, str) else value
-
-
 def _tags(instance: object, attribute: "attrs.Attribute[Any]", value: Any) -> None:
     """Validate tags: an opening and a closing one, or none."""
     if len(value) not in (0, 2) or not all(isinstance(one, str) and one for one in value):
@@ -123,7 +119,7 @@ class SkipKV:
     late_similarities: bool = attrs.field(default=False, validator=instance_of(bool))
     protect_prompt: bool = attrs.field(default=False, validator=instance_of(bool))
     vector: str | None = attrs.field(
-        default=None, validator=optional(instance_of(str)), converter=_hashed
+        default=None, validator=optional(instance_of(str)), converter=with_hash
     )
     layer: int | None = attrs.field(default=None, validator=optional([instance_of(int), ge(0)]))
     alpha_0: float = attrs.field(default=1.0, validator=_number)

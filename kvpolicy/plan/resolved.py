@@ -173,6 +173,7 @@ class ResolvedPlan:
             # Only if it is not the default, so that digests of older results stay valid.
             **({} if self.padding == "none" else {"padding": self.padding}),
             **({"code": self._code} if self._code else {}),
+            **({"files": self._files} if self._files else {}),
         }
         return _as_plain(data)
 
@@ -199,10 +200,18 @@ class ResolvedPlan:
     @cached_property
     def _code(self) -> dict[str, str]:
         """Hashes of the code of policies that are not kvpolicy's own."""
-        specs = [*chain.from_iterable(layer.stack for layer in self.layers), *self.schedule]
-        named = {spec.policy: spec for spec in specs}
+        named = {spec.policy: spec for spec in self._specs}
         codes = {name: spec.code() for name, spec in sorted(named.items())}
         return {name: code for name, code in codes.items() if code is not None}
+
+    @property
+    def _files(self) -> dict[str, str]:
+        """Hashes of the files that knobs name."""
+        return dict(sorted(pair for spec in self._specs for pair in spec.files.items()))
+
+    @property
+    def _specs(self) -> list[PolicySpec]:
+        return [*chain.from_iterable(layer.stack for layer in self.layers), *self.schedule]
 
 
 def _as_plain(data: dict[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,11 @@ Every rule about a value is written once, as a `Rule` of its field. Plans made i
 files, overrides and the JSON schema for editors all use it.
 """
 
+import errno
 import hashlib
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -170,11 +172,14 @@ class PolicySpec:
         policy: Name of an installed policy.
         knobs: Knobs by name.
         instance: The policy itself, for policies made in Python; never in a file.
+        files: Hashes of the files that knobs name, by their names; known once knobs are spelled
+            out.
     """
 
     policy: str
     knobs: dict[str, Any] = attrs.field(factory=dict, converter=_knobs)
     instance: object | None = attrs.field(default=None, repr=False)
+    files: dict[str, str] = attrs.field(factory=dict, repr=False)
 
     @classmethod
     def of(cls, policy: object, knobs: Mapping[str, Any] | None = None) -> "PolicySpec":
@@ -198,15 +203,20 @@ class PolicySpec:
         return load_policy(self.policy, **self.knobs) if self.instance is None else self.instance
 
     def spell_out(self, policy: object) -> "PolicySpec":
-        """The same spec with the values of all knobs of the policy built from it."""
+        """The same spec with the values of all knobs of the policy built from it.
+
+        Raises:
+            PolicyLoadError: If the knobs cannot be read.
+            PlanError: If a file that a knob names cannot be read.
+        """
         fields: tuple[attrs.Attribute[object], ...] = getattr(type(policy), "__attrs_attrs__", ())
         if not fields:
-            return self
+            return attrs.evolve(self, files=hashes_of_files(self.knobs))
         kept = [field for field in fields if field.init]
         with plugin_code(f"the knobs of policy '{self.policy}' cannot be read", PolicyLoadError):
             knobs = {str(field.alias): getattr(policy, field.name) for field in kept}
             json.dumps(knobs, default=repr, sort_keys=True)  # as plans are told apart
-        return attrs.evolve(self, knobs=knobs)
+        return attrs.evolve(self, knobs=knobs, files=hashes_of_files(knobs))
 
     def code(self) -> str | None:
         """Hash of the policy's code, see `hash_of_code`."""
@@ -263,7 +273,43 @@ def hash_of_code(policy: type) -> str | None:
     file = getattr(sys.modules.get(policy.__module__), "__file__", None)
     if file is None or not Path(file).is_file():
         return None
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:8]
+    return _hash_of_file(file)
+
+
+def hashes_of_files(knob: object) -> dict[str, str]:
+    """Hash the files that a knob names, also within lists and tables.
+
+    Results with a file that was made again under the same name are not those with the old one.
+
+    Args:
+        knob: A path, or a text; it names a file if there is a regular file of this name.
+
+    Returns:
+        8 hexadecimal digits for each file, by its name as the knob gives it.
+
+    Raises:
+        PlanError: If one cannot be read.
+    """
+    if isinstance(knob, Mapping):
+        knob = list(knob.values())
+    if isinstance(knob, (list, tuple, set, frozenset)):
+        return dict(sorted(pair for one in knob for pair in hashes_of_files(one).items()))
+    if not isinstance(knob, (str, os.PathLike)):
+        return {}
+    try:
+        return {os.fsdecode(knob): _hash_of_file(knob)} if Path(knob).is_file() else {}
+    except ValueError:  # a text with a NUL
+        return {}
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return {}
+        msg = f"file '{os.fsdecode(knob)}', which a knob names, cannot be read: {error.strerror}"
+        raise PlanError(msg) from error
+
+
+def _hash_of_file(path: str | os.PathLike[Any]) -> str:
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:8]
 
 
 # Fields

@@ -9,23 +9,23 @@ A file is JSON::
 the group ``kvpolicy.layer_tables`` maps a name to a package whose folder holds ``NAME.json``.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 
 from kvpolicy.entry_points import installed_file
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.files import atomic_write, decode, parse_json, path_of, read_bytes
+from kvpolicy.toolkit.tensor_files import with_content_hash
 
 GROUP = "kvpolicy.layer_tables"
 
 _FORMAT = 1
 _SUFFIX = ".json"
-_HASH_DIGITS = 8
 
 
 class LayerTableError(KVPolicyError):
@@ -100,24 +100,17 @@ def load_layer_table(reference: str | Path) -> LayerTable:
         raise LayerTableError(msg) from error
 
 
-def layer_table_with_hash(reference: str) -> str:
-    """Add the hash of a table's file to its name, so that plans with other numbers differ.
+def layer_table_with_hash(reference: Any) -> Any:
+    """Add the hash of a table's file to its name: the converter of a knob that names a table.
 
     Args:
-        reference: An installed name or a path, with or without ``#HASH`` behind it.
+        reference: An installed name or a path, with or without ``#HASH`` behind it. What is no
+            text is returned as it is, for the knob's validator.
 
     Raises:
         LayerTableError: There is no such file, or its hash differs from the given one.
     """
-    name, _, given = reference.partition("#")
-    found = hashlib.sha256(_content(name)).hexdigest()[:_HASH_DIGITS]
-    if given and given != found:
-        msg = (
-            f"layer table '{name}' has hash {found}, and the plan wants {given}: the file has "
-            "changed; restore the old one, or leave '#' and the hash out"
-        )
-        raise LayerTableError(msg)
-    return f"{name}#{found}"
+    return with_content_hash(reference, _content, "layer table", LayerTableError)
 
 
 def _content(name: str) -> bytes:

@@ -199,14 +199,15 @@ def load_steering_vectors(name_or_path: str | Path) -> tuple[list[SteeringVector
     return _structure(tensors, metadata, FILES.called(name_or_path))
 
 
-def with_hash(reference: str) -> str:
-    """Add the hash of a file of vectors to its name.
+def with_hash(reference: Any) -> Any:
+    """Add the hash of a file of vectors to its name: the converter of a knob that names one.
 
     Results are stored under the hash of their plan. With the hash of the vectors in the plan,
     results with vectors that were calibrated again do not pass for results with the old ones.
 
     Args:
-        reference: An installed name or a path, with or without ``#HASH`` behind it.
+        reference: An installed name or a path, with or without ``#HASH`` behind it. What is no
+            text is returned as it is, for the knob's validator.
 
     Returns:
         The name or path with ``#HASH``.

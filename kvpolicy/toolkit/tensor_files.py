@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,12 @@ class TensorFiles:
         """How messages call a file."""
         return f"{self.what} '{_name(reference)}'"
 
-    def with_hash(self, reference: str) -> str:
-        """Add the hash of a file to its name.
+    def with_hash(self, reference: Any) -> Any:
+        """Add the hash of a file to its name: the converter of a knob that names one.
 
         Args:
-            reference: An installed name or a path, with or without ``#HASH`` behind it.
+            reference: An installed name or a path, with or without ``#HASH`` behind it. What is no
+                text is returned as it is, for the knob's validator.
 
         Returns:
             The name or path with ``#HASH``.
@@ -61,16 +62,12 @@ class TensorFiles:
         Raises:
             KVPolicyError: There is no such file, or its hash differs from the given one.
         """
-        name, _, given = reference.partition("#")
-        content = read_bytes(self.path(name), self.called(name), error=self.error)
-        found = hashlib.sha256(content).hexdigest()[:_HASH_DIGITS]
-        if given and given != found:
-            msg = (
-                f"{self.called(name)} has hash {found}, and the plan wants {given}: the file has "
-                "changed; restore the old one, or leave '#' and the hash out"
-            )
-            raise self.error(msg)
-        return f"{name}#{found}"
+        return with_content_hash(
+            reference,
+            lambda name: read_bytes(self.path(name), self.called(name), error=self.error),
+            self.what,
+            self.error,
+        )
 
     def read(self, reference: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Read a file.
@@ -143,6 +140,30 @@ class TensorFiles:
         return installed_file(
             self.group, str(path), suffix=_SUFFIX, what=self.name, error=self.error
         )
+
+
+def with_content_hash(
+    reference: Any, read: Callable[[str], bytes], what: str, error: type[KVPolicyError]
+) -> Any:
+    """Add the hash of a file to its name, see `TensorFiles.with_hash`.
+
+    Args:
+        reference: A name with or without ``#HASH``, or what is no text.
+        read: Reads the file of a name.
+        what: What the file is, for messages.
+        error: Exception to raise if the hash differs from the given one.
+    """
+    if not isinstance(reference, str):
+        return reference
+    name, _, given = reference.partition("#")
+    found = hashlib.sha256(read(name)).hexdigest()[:_HASH_DIGITS]
+    if given and given != found:
+        msg = (
+            f"{what} '{name}' has hash {found}, and the plan wants {given}: the file has "
+            "changed; restore the old one, or leave '#' and the hash out"
+        )
+        raise error(msg)
+    return f"{name}#{found}"
 
 
 def _name(reference: str | Path) -> str | Path:

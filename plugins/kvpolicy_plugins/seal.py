@@ -33,10 +33,6 @@ def _two_or_none(_: object, attribute: "attrs.Attribute[Any]", value: Any) -> No
         raise ValueError(msg)
 
 
-def _hashed(value: Any) -> Any:
-    return with_hash(value) if isinstance(value, str) else value
-
-
 @attrs.define(eq=False, kw_only=True)
 class Seal:
     r"""SEAL: steer towards execution thoughts where a paragraph of the thinking ends.
@@ -64,7 +60,7 @@ class Seal:
 
     registers: ClassVar[tuple[str, ...]] = ("inside", "strength")
 
-    vector: str = attrs.field(default="reasoner", converter=_hashed, validator=instance_of(str))
+    vector: str = attrs.field(default="reasoner", converter=with_hash, validator=instance_of(str))
     layer: int | None = attrs.field(default=None, validator=optional([instance_of(int), ge(0)]))
     strength: float = attrs.field(
         default=1.0, converter=_as_float, validator=[instance_of(float), _finite]

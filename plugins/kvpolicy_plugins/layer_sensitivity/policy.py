@@ -1,7 +1,7 @@
 """Budgets of layers by how much their keys change when a text is prefilled in blocks."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import attrs
 from attrs.validators import ge, in_, instance_of, le, optional
@@ -16,10 +16,6 @@ from kvpolicy.toolkit import (
 
 _ALPHA_OF_PAPER = 2.0
 _ALPHA_OF_CODE = 1.1
-
-
-def _hashed(value: Any) -> Any:
-    return layer_table_with_hash(value) if isinstance(value, str) else value
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -61,7 +57,7 @@ class LayerSensitivity:
     table: str | None = attrs.field(
         default=None,
         validator=optional(instance_of(str)),
-        converter=_hashed,
+        converter=layer_table_with_hash,
     )
     alpha: float | None = attrs.field(
         default=None,

@@ -21,7 +21,7 @@ _LEAST_NORM = 1e-12  # as in the authors' code
 
 
 def _hashed(value: Any) -> Any:
-    return FILES.with_hash(value) if isinstance(value, str) and value != UNTRAINED else value
+    return value if value == UNTRAINED else FILES.with_hash(value)
 
 
 def _as_float(value: object) -> object:
