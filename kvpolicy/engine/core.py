@@ -159,9 +159,9 @@ class EngineCore:
             states=any("hidden_states" in stack.observes for stack in self.stacks),
             marked=[i for i, stack in enumerate(self.stacks) if stack.is_marked],
         )
-        self.adapter.check_forward()
-        self.bound = self._bind()
         self.eager_reason = "asked for" if eager else self.adapter.eager_reason
+        self.adapter.check_forward(static=self.eager_reason is None)
+        self.bound = self._bind()
         self.compiled = self._compiled() if compile else None
         self.flash = self._wants_flash(gpu_attention)
         self.prefix_store = prefix_store

@@ -24,8 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpolicy.compat import cache_argument, cache_in
 from kvpolicy.engine.batch import RunningBatch
-from kvpolicy.engine.core import DEFAULT_CHUNK, DEFAULT_MAX_TOKENS
-from kvpolicy.engine.core import EngineCore
+from kvpolicy.engine.core import DEFAULT_CHUNK, DEFAULT_MAX_TOKENS, EngineCore
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.savings import nothing_evicted, saved_share
 from kvpolicy.engine.requests.sequence import Sequence as EngineSequence
@@ -150,7 +149,12 @@ class PolicyCache(Cache):
         # The hooks of the model run around each call of it: once, and not again in the engine.
         adapter = ModelAdapter(model, run_own_hooks=False)
         self._engine = EngineCore(
-            adapter, tokenizer, plan, chunk=chunk, max_tokens_per_forward=max_tokens_per_forward
+            adapter,
+            tokenizer,
+            plan,
+            chunk=chunk,
+            max_tokens_per_forward=max_tokens_per_forward,
+            eager=True,  # as are its steps
         )
         if self._engine.plan.padding != "none":
             _refuse('stores no pads; run plans with padding = "stored" in an Engine')

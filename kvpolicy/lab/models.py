@@ -13,17 +13,16 @@ from transformers import PreTrainedModel
 
 from kvpolicy.cli.options import default_length
 from kvpolicy.engine.engine import Engine
+from kvpolicy.model.fingerprint import model_fingerprint
 from kvpolicy.model.loading import load_model
 from kvpolicy.model.packed import CpuWeights, packed_weights
 from kvpolicy.model.tensor_parallel import refuse_several_processes
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import ResolvedPlan
 
-# Entries of a configuration that do not change a model's output.
-_IGNORED_SETTINGS = ("version", "transformers_version")
 # Fields of a generation config that a request replaces in any case, or that change no token.
 _OF_REQUESTS = (
-    *_IGNORED_SETTINGS,
+    *("version", "transformers_version"),
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "max_length"),
     "use_cache",
 )
@@ -197,10 +196,9 @@ def forms(model: nn.Module, *, compiled: bool) -> list[str]:
 
 
 def fingerprint(model: nn.Module, *, compiled: bool = False) -> str:
-    """Hash a model's configuration, what its generation config adds, and all its weights.
+    """Hash a model's weights, configuration, generation config and `forms` of computing.
 
-    The name and the folder do not count. The precision does, and so do the `forms` in which it is
-    computed: they change answers.
+    The name and the folder do not count.
 
     Args:
         model: A Hugging Face model.
@@ -208,25 +206,19 @@ def fingerprint(model: nn.Module, *, compiled: bool = False) -> str:
 
     Returns:
         16 hexadecimal digits.
+
+    Raises:
+        ModelError: Weights are not in memory.
     """
     config = getattr(model, "config", None)
     settings = config.to_dict() if config is not None else {}
-    settings = {
-        k: v for k, v in settings.items() if not k.startswith("_") and k not in _IGNORED_SETTINGS
-    }
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     generation = getattr(model, "generation_config", None)
     given = {} if generation is None else generation.to_diff_dict()
     given = {k: v for k, v in given.items() if k not in _OF_REQUESTS and v != settings.get(k)}
+    found = [model_fingerprint(model), *forms(model, compiled=compiled)]
     if given:  # its keys may be tuples, which JSON does not have
-        digest.update(repr(sorted(given.items())).encode())
-    for name, tensor in model.state_dict().items():
-        # An XOR over all values, computed on the model's device: seconds for billions of values.
-        value = torch.hash_tensor(tensor.detach()).view(torch.int64).item()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {value};".encode())
-    for form in forms(model, compiled=compiled):
-        digest.update(form.encode())
-    return digest.hexdigest()[:16]
+        found.append(repr(sorted(given.items())))
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
 
 def fingerprint_texts(texts: list[str]) -> str:

@@ -31,7 +31,7 @@ from kvpolicy.model.config import (
     sliding_windows,
     stop_ids,
 )
-from kvpolicy.model.fingerprint import model_fingerprint
+from kvpolicy.model.fingerprint import ModelFingerprint
 from kvpolicy.model.marking import Marking, check_input, mark_stored_rows, marking
 from kvpolicy.model.packed import PackedWeights, packed_weights
 from kvpolicy.model.rope import Rotation
@@ -132,7 +132,14 @@ class ModelAdapter:
         self._marked: frozenset[int] = frozenset()
         self._reads_states = False
         self._twin = Twin(model, ATTENTION, self._register)
-        decoder_layers(model)
+        self._fingerprint = ModelFingerprint(model)
+        num_found = len(decoder_layers(model))
+        if num_found != self.num_layers:
+            msg = (
+                f"model {type(model).__name__} cannot be run: its decoder has {num_found} layers, "
+                f"its configuration says {self.num_layers}"
+            )
+            raise ModelError(msg)
 
     @property
     def weights(self) -> PackedWeights:
@@ -180,16 +187,23 @@ class ModelAdapter:
         self._reads_states |= states
         self._twin = Twin(self.model, ATTENTION, self._register)
 
-    def check_forward(self) -> None:
-        """Run two tokens through the model, so that it is refused now or not at all.
+    def check_forward(self, *, static: bool) -> None:
+        """Run a few tokens in all ways in which they will be run, so that it is refused now.
+
+        Two tokens alone are compared with the same tokens beside a longer prompt: the first in a
+        prefill with pads, the second in a decode step.
+
+        Args:
+            static: Whether decode steps are static.
 
         Raises:
             ModelError: If the engine cannot run the model.
         """
         check_loaded(self.model)
         try:
-            shown = self._run_alone([self._any_token] * 2, position=0)
-            self._softmax = [layer.softmax for layer in shown.layers]
+            alone, expected = self._run_alone([self._any_token] * 2, position=0)
+            self._softmax = [layer.softmax for layer in alone.layers]
+            beside, logits = self._run_beside(static=static)
         except KVPolicyError:
             raise
         except Exception as error:  # whatever code of the model may raise
@@ -198,6 +212,21 @@ class ModelAdapter:
                 f"with {error_summary(error)}"
             )
             raise ModelError(msg) from error
+        held, held_beside = alone.layers[0], beside.layers[0]
+        pairs = [
+            (held.keys[0, :, :2], held_beside.keys[1, :, :2]),
+            (held.values[0, :, :2], held_beside.values[1, :, :2]),
+        ]
+        if self.model.dtype.itemsize >= 4:  # else rounding may choose other experts
+            pairs.append((expected[0], logits[1]))
+        if not all(_are_close(*pair) for pair in pairs):
+            msg = (
+                f"model {type(self.model).__name__} cannot be run: two tokens get other numbers "
+                "beside a longer prompt than alone, so it counts positions, or attends, in a way "
+                "of its own"
+            )
+            msg += "; give eager=True, which may run it" if static else ""
+            raise ModelError(msg)
 
     def layer_shapes(self) -> list[LayerShape]:
         """Shape and device of each layer's keys and values."""
@@ -221,8 +250,12 @@ class ModelAdapter:
         return cache
 
     def fingerprint(self) -> str:
-        """A hash of the model and its weights, see `model_fingerprint`."""
-        return model_fingerprint(self.model)
+        """The fingerprint of the model as it is now.
+
+        Raises:
+            ModelError: If weights are not in memory.
+        """
+        return self._fingerprint.current()
 
     def rotation(self) -> Rotate:
         """Moves keys of a layer to other positions, with this model's rotary embedding."""
@@ -341,7 +374,7 @@ class ModelAdapter:
 
     def _keys_at(self, position: int) -> list[Tensor]:
         """Keys of every layer, in all heads, for one token that stands alone at a position."""
-        cache = self._run_alone([self._any_token], position)
+        cache, _ = self._run_alone([self._any_token], position)
         return [self.processes.all_gather(layer.keys) for layer in cache.layers]
 
     def _stored_token(self, layers: Sequence[int]) -> dict[int, StoredToken]:
@@ -365,19 +398,39 @@ class ModelAdapter:
 
     def _run_alone(
         self, tokens: list[int], position: int, marking: Marking | None = None
-    ) -> KVCache:
-        """The cache after a forward of some tokens, the first of them at a position."""
+    ) -> tuple[KVCache, Tensor]:
+        """The cache after a forward of some tokens, the first of them at a position; logits."""
         shapes = self.layer_shapes()
         cache = KVCache(shapes, [Slab(len(tokens))] * len(shapes), 1)
         cache.seq_len[0] = position
         step = StepLayout(cache, [0], [len(tokens)])
-        self.forward(ForwardInput(torch.tensor([tokens]), step, marking=marking))
-        return cache
+        logits, _ = self.forward(ForwardInput(torch.tensor([tokens]), step, marking=marking))
+        return cache, logits
+
+    def _run_beside(self, *, static: bool) -> tuple[KVCache, Tensor]:
+        """The cache after prompts of three tokens and one, and a decode step of both; logits."""
+        shapes, token = self.layer_shapes(), self._any_token
+        cache = KVCache(shapes, [Slab(4)] * len(shapes), 2)
+        prompts = torch.tensor([[token] * 3, [0, 0, token]])
+        self.forward(ForwardInput(prompts, StepLayout(cache, [0, 1], [3, 1])))
+        step: StaticStep | StepLayout = StepLayout(cache, [0, 1], [1, 1])
+        if static:
+            step = StaticStep(cache)
+            step.begin([token] * 2, [], [0, 0])
+        logits, _ = self.forward(ForwardInput(torch.tensor([[token]] * 2), step))
+        return cache, logits
 
     @property
     def _any_token(self) -> int:
         """Not the padding token: its state, and so its keys, may be zero."""
         return 1 if self._config.pad_token_id == 0 else 0
+
+
+def _are_close(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are equal up to rounding, by the norm of their difference."""
+    share = 0.05 if first.dtype.itemsize < 4 else 0.01
+    distance = (first.float() - second.float()).norm()
+    return not distance > share * first.float().norm()  # NaN is no matter of how it is run
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -1,39 +1,90 @@
-"""Fingerprints: whether what was computed with a model can be used with another one."""
+"""Fingerprints: whether what was computed with a model can be used with another one.
+
+A fingerprint is exact: it covers every number that the modules of a model store, its configuration,
+and the attributes of modules that other packages than torch and transformers have made, which say
+what adapters are active, disabled or merged, and how they are scaled.
+
+Reading all weights takes about a second for a gigabyte, so it is done once. Later looks compare
+what is seen at once: the modules and their hooks, and of each tensor its address, torch's count of
+its writes, and a few of its numbers. What looks different is read again. Only a write that torch
+does not count, one through ``.data``, and that leaves all of these numbers alone, is not noticed.
+"""
 
 import hashlib
 import json
+import threading
+import uuid
+from collections import abc
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from functools import partial
+from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
+import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from kvpolicy.errors import type_name
+from kvpolicy.errors import ModelError, type_name
 
-# Numbers that are read of each parameter. A model that was trained further, or merged with an
-# adapter, differs from the one before in nearly all numbers of the parameters that have changed.
-_NUM_READ = 256
+# Numbers of each tensor that every look reads.
+_NUM_SAMPLES = 16
+
+# Bytes that are copied from a device and hashed at once.
+_PIECE_BYTES = 2**26
+
+# What configurations say of where a model comes from.
+_NOT_SETTINGS = {"architectures", "transformers_version", "version"}
+
+# Modules of these packages compute what their class, tensors and the configuration say.
+_DESCRIBED = {"torch", "transformers"}
+
+# Hooks of these change no results of a model; what others do depends on what they close over.
+_KNOWN_FUNCTIONS = {*_DESCRIBED, "accelerate", "peft"}
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-# What a configuration says of where the model comes from.
-_NOT_SIZES = {"_name_or_path", "transformers_version", "architectures"}
+class ModelFingerprint:
+    """The fingerprint of a model whose weights, adapters and modules may change."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: WeakKeyDictionary[nn.Module, tuple[_Look, bytes]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def current(self) -> str:
+        """The fingerprint of the model as it is now.
+
+        Raises:
+            ModelError: If weights are not in memory.
+        """
+        with self._lock:
+            modules = dict(self._model.named_modules())
+            changed = []
+            for module, tensors in zip(modules.values(), _tensors(modules.values()), strict=True):
+                known = self._known.get(module)
+                if known is None or not known[0].is_of(module, tensors):
+                    changed.append((module, _Look(module, tensors)))
+            if changed:
+                with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                    digests = pool.map(_digest, [module for module, _ in changed])
+                    for (module, look), digest in zip(changed, digests, strict=True):
+                        self._known[module] = look, digest
+            found = hashlib.sha256(_settings(self._model).encode())
+            for name, module in modules.items():
+                found.update(f"{name} ".encode() + self._known[module][1])
+            return found.hexdigest()
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """A hash of a model: its class, its configuration, and some numbers of every parameter.
+    """The fingerprint of a model as it is now: 64 hexadecimal digits.
 
-    Weights that were freed after packing cannot be read; the name of the model stands for them.
+    Raises:
+        ModelError: If weights are not in memory.
     """
-    found = hashlib.sha256(type_name(model).encode())
-    config = getattr(model, "config", None)
-    if config is not None:
-        read = {key: value for key, value in config.to_dict().items() if key not in _NOT_SIZES}
-        found.update(json.dumps(read, sort_keys=True, default=repr).encode())
-        if any(_is_freed(parameter) for parameter in model.parameters()):
-            found.update(str(config.name_or_path).encode())
-    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-        found.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
-        found.update(_some_bytes(parameter.detach()))
-    return found.hexdigest()
+    return ModelFingerprint(model).current()
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -44,17 +95,208 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return found.hexdigest()
 
 
-def _is_freed(parameter: torch.Tensor) -> bool:
-    """Whether one number stands for all, as for weights that were freed after packing."""
-    return parameter.numel() > 1 and not any(parameter.stride())
+@attrs.frozen(eq=False)
+class _Tensors:
+    """What one sees of the tensors of a module at once.
+
+    Attributes:
+        refs: The tensors, weakly.
+        writes: Where each is, and how often it was written.
+        sample: A few numbers of each.
+    """
+
+    refs: list[Any]
+    writes: list[tuple[int, int]]
+    sample: bytes
+
+    def are_those(self, before: "_Tensors") -> bool:
+        """Whether they are still what they were."""
+        return (
+            self.sample == before.sample
+            and self.writes == before.writes
+            and all(map(is_, self.refs, before.refs))
+        )
 
 
-def _some_bytes(parameter: torch.Tensor) -> bytes:
-    if (to_local := getattr(parameter, "to_local", None)) is not None:
-        parameter = to_local()  # of a model that several processes share: the part of this one
-    num = parameter.numel()
-    if not num or parameter.layout is not torch.strided:
-        return b""
-    step = max(num // _NUM_READ, 1)
-    places = torch.arange(0, num, step, device=parameter.device)
-    return parameter.take(places).cpu().contiguous().view(torch.uint8).numpy().tobytes()
+class _Look:
+    """What a module was when it was hashed, as far as one sees it without reading all of it."""
+
+    def __init__(self, module: nn.Module, tensors: _Tensors) -> None:
+        self._tensors = tensors
+        self._tables = [table.copy() for table in _tables(module)]
+        own = vars(module)
+        self._forward = own.get("forward")
+        self._attributes = [] if _is_described(module) else list(own.values())
+        # What is written in place; the others are compared as objects.
+        self._containers = [
+            (value, deepcopy(value))
+            for name, value in own.items()
+            if self._attributes and name not in _OF_EVERY_MODULE and _is_container(value)
+        ]
+
+    def is_of(self, module: nn.Module, tensors: _Tensors) -> bool:
+        """Whether a module is still what it was."""
+        own = vars(module)
+        return (
+            tensors.are_those(self._tensors)
+            and list(_tables(module)) == self._tables
+            and own.get("forward") is self._forward
+            and (not self._attributes or _are_same(self._attributes, own.values()))
+            and all(live == before for live, before in self._containers)
+        )
+
+
+def _are_same(before: abc.Sequence[Any], now: abc.Collection[Any]) -> bool:
+    return len(before) == len(now) and all(map(is_, before, now))
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (list, dict, set))
+
+
+def _is_described(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] in _DESCRIBED
+
+
+def _tables(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    """The modules and hooks of a module."""
+    return module._modules, module._forward_pre_hooks, module._forward_hooks
+
+
+@torch.inference_mode()
+def _tensors(modules: abc.Iterable[nn.Module]) -> list[_Tensors]:
+    """The tensors of each module, with samples that are copied together from each device."""
+    found: list[_Tensors] = []
+    picked: dict[Any, list[tuple[int, Tensor]]] = {}
+    for number, module in enumerate(modules):
+        parts = [part for one in _of_module(module) for part in _parts(one)]
+        for part in parts:
+            kind = part.device, part.dtype
+            picked.setdefault(kind, []).append((number, _some(part)))
+        writes = [_writes(part) for part in parts]
+        found.append(_Tensors(list(map(ref, parts)), writes, b""))
+    samples = [b""] * len(found)
+    for group in picked.values():
+        content = torch.cat([some for _, some in group]).cpu().view(torch.uint8).numpy().tobytes()
+        start = 0
+        for number, some in group:
+            samples[number] += content[start : start + some.nbytes]
+            start += some.nbytes
+    return [attrs.evolve(one, sample=sample) for one, sample in zip(found, samples, strict=True)]
+
+
+def _writes(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor is, and how often it was written; torch does not tell of all."""
+    where = tensor.data_ptr() if tensor.layout is torch.strided else 0
+    return where, 0 if tensor.is_inference() else tensor._version
+
+
+def _of_module(module: nn.Module) -> list[Tensor]:
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors of which one consists that is quantised or shared; itself if it is plain.
+
+    Raises:
+        ModelError: If they are not in memory.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        names: list[str] = tensor.__tensor_flatten__()[0]
+        return [part for name in names for part in _parts(getattr(tensor, name))]
+    if tensor.is_meta:
+        msg = (
+            "the weights of the model cannot be told from others, because some are offloaded or "
+            "not loaded; load all of them into the memory of its devices"
+        )
+        raise ModelError(msg)
+    return [tensor]
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """A few numbers from all over a tensor."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return tensor.new_empty(0, layout=torch.strided)
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in strides)
+    num = min(extent, _NUM_SAMPLES)
+    return tensor.as_strided((num,), (extent // num,))
+
+
+def _digest(module: nn.Module) -> bytes:
+    """A hash of all that a module stores."""
+    found = hashlib.sha256(type_name(module).encode())
+    own = vars(module)
+    if not _is_described(module):
+        plain = {
+            name: _plain(value)
+            for name, value in own.items()
+            if name not in _OF_EVERY_MODULE and name != "forward"
+        }
+        found.update(json.dumps(plain).encode())
+    _, before, after = _tables(module)
+    functions = [*before.values(), *after.values(), *filter(None, [own.get("forward")])]
+    if not all(map(_is_known, functions)):
+        found.update(uuid.uuid4().bytes)  # it equals no other, as long as they stay
+    stored: dict[str, Any] = {}
+    # Quantised layers, and those whose weights are packed, say here what their numbers are.
+    module._save_to_state_dict(stored, "", keep_vars=True)
+    for name in module._non_persistent_buffers_set:
+        buffer = module._buffers[name]
+        if buffer is not None and buffer.is_floating_point():
+            # Computed when the model is built: the last bits depend on the machine.
+            buffer = buffer.bfloat16()
+        stored[name] = buffer
+    for name, value in sorted(stored.items()):
+        found.update(json.dumps([name, _plain(value)]).encode())
+    return found.digest()
+
+
+def _plain(value: Any) -> Any:
+    """Plain data that differs where values do; tensors as hashes."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        return _tensor_hash(value)
+    if isinstance(value, abc.Mapping):
+        return [[_plain(key), _plain(one)] for key, one in value.items()]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(repr, value))
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return type_name(value)
+
+
+@torch.inference_mode()
+def _tensor_hash(tensor: Tensor) -> str:
+    found = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    for part in _parts(tensor.detach()):
+        numbers = part.dequantize() if part.is_quantized else part
+        flat = numbers.to_dense().reshape(-1)
+        for piece in flat.split(_PIECE_BYTES // flat.itemsize):
+            found.update(piece.cpu().contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def _is_known(function: Any) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__module__", "")).partition(".")[0] in _KNOWN_FUNCTIONS
+
+
+def _settings(model: nn.Module) -> str:
+    """The configuration of a model, without where it comes from."""
+    config = getattr(model, "config", None)
+    found = {} if config is None else _without_origin(config.to_dict())
+    return json.dumps(found, sort_keys=True, default=repr)
+
+
+def _without_origin(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _without_origin(one)
+        for key, one in value.items()
+        if key not in _NOT_SETTINGS and not str(key).startswith("_")
+    }

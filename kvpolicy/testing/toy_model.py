@@ -126,7 +126,7 @@ class ToyModel(ModelAdapter):
 
     last_device = device
 
-    def check_forward(self) -> None:
+    def check_forward(self, *, static: bool) -> None:
         """Do nothing: it can be run."""
 
     eager_reason = None

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import REFUSED, model_of
+from families import FAMILIES, REFUSED, family_model, model_of
 from tiny import greedy_tokens, tiny_model
 from transformers import CONFIG_MAPPING
 
@@ -56,6 +56,64 @@ def test_unsupported_model_raises(kind: str) -> None:
         Engine(model, plan=Plan.uniform("h2o", budget=64))
     with pytest.raises(ModelError, match=message):
         PolicyCache(model, Plan.uniform("full"))
+
+
+OWN_POSITIONS = (
+    "bart",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "marian",
+    "mbart",
+    "pegasus",
+    "plbart",
+)
+DECODER = {
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 64,
+    "init_std": 0.4,
+}
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", OWN_POSITIONS)
+def test_a_decoder_that_counts_positions_itself_is_refused(kind: str, dtype: torch.dtype) -> None:
+    model = model_of(kind, **DECODER).to(dtype)
+    for eager in (False, True):
+        with pytest.raises(ModelError, match="positions"):
+            Engine(model, plan=Plan.uniform("full"), eager=eager)
+
+
+def test_a_model_that_attends_twice_in_a_layer_runs_in_eager_steps_only() -> None:
+    model = model_of("diffllama", attention_dropout=0.0)
+    with pytest.raises(ModelError, match="eager=True"):
+        Engine(model, plan=Plan.uniform("full"))
+    engine = Engine(model, plan=Plan.uniform("full"), slots=2, chunk=5, eager=True)
+    results = engine.generate(PROMPTS, max_new_tokens=9).results()
+    expected = [greedy_tokens(model, prompt, 9) for prompt in PROMPTS]
+    assert [list(result.tokens) for result in results] == expected
+    cache = PolicyCache(model, Plan.uniform("full"))
+    found = model.generate(
+        torch.tensor(PROMPTS[:1]), past_key_values=cache, max_new_tokens=9, do_sample=False
+    )
+    assert found[0, len(PROMPTS[0]) :].tolist() == expected[0]
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_supported_families_are_accepted_in_every_precision(
+    family: str, dtype: torch.dtype
+) -> None:
+    for eager in (False, True):
+        Engine(family_model(family, dtype=dtype), plan=Plan.uniform("full"), eager=eager)
 
 
 def test_model_that_bypasses_the_attention_interface_raises() -> None:

@@ -13,7 +13,7 @@ from kvpolicy.engine.eviction.observer import Observer
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.snapshots.memory_copies import MemoryCopies
 from kvpolicy.engine.snapshots.snapshot import Costs, SequenceSnapshot
-from kvpolicy.errors import SnapshotError
+from kvpolicy.errors import ModelError, SnapshotError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.plan.resolved import ResolvedPlan
@@ -36,6 +36,7 @@ class Resuming:
     ) -> None:
         self.memories = MemoryCopies(stacks, tokenizer)
         self._adapter, self._plan, self._stacks = adapter, plan, stacks
+        self._last_identity: dict[str, Any] = {}
 
     @property
     def problem(self) -> str | None:
@@ -57,9 +58,24 @@ class Resuming:
             "resume it with the plan and the model that it was taken with"
         )
 
-    @cached_property
+    @property
     def identity(self) -> dict[str, Any]:
-        """The plan and the shapes of the model, as plain data, equal where snapshots fit."""
+        """The plan and the model as it is now, as plain data, equal where snapshots fit.
+
+        It is the same object until the model changes. Weights that are offloaded are not compared.
+        """
+        try:
+            weights = self._adapter.fingerprint()
+        except ModelError:
+            weights = None
+        if not self._last_identity or self._last_identity["model"]["weights"] != weights:
+            model = self._shapes["model"] | {"weights": weights}
+            self._last_identity = self._shapes | {"model": model}
+        return self._last_identity
+
+    @cached_property
+    def _shapes(self) -> dict[str, Any]:
+        """The plan and the shapes of the model."""
         shapes = self._adapter.layer_shapes()
         slabs = [
             stack.slab(1, heads=layer.heads)

@@ -12,6 +12,7 @@ the rest of it. Then only equal prompts share anything: the state before the las
 import hashlib
 import json
 import logging
+import uuid
 from collections import abc
 from typing import Any
 
@@ -50,7 +51,6 @@ class Reusing:
         store: The store.
         adapter: The model.
         resuming: Takes snapshots, and resumes them.
-        root: The key of no token at all: a hash of model, plan and tokenizer.
         cuts_prompts: Whether prompts share beginnings, and not only themselves.
         ends_chunks: Whether chunks must end where a block does, because more than rows is stored.
         stride: Tokens between two states that are stored once a sequence was compacted. Each of
@@ -70,6 +70,7 @@ class Reusing:
 
         Raises:
             KVPolicyError: If sequences of the engine cannot be copied.
+            ModelError: If weights of the model are not in memory.
         """
         if not isinstance(store, PrefixStore):
             msg = f"prefix_store was given as {store!r:.60}; give a kvpolicy.PrefixStore"
@@ -94,14 +95,19 @@ class Reusing:
         sizes = [layer.budget + layer.buffer for layer in plan.layers if layer.budget is not None]
         block = store.block_tokens
         self.stride = -(-max(sizes, default=1) // block) * block
-        identity = {
-            **resuming.identity,
-            "weights": adapter.fingerprint(),
-            "packed": adapter.weights.packed_bytes > 0,
-            "tokenizer": tokenizer_fingerprint(tokenizer),
-            "block_tokens": block,
-        }
-        self.root = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).digest()
+        self._read_with = f"{tokenizer_fingerprint(tokenizer)} {block}".encode()
+        self._root: tuple[dict[str, Any], bytes] | None = None
+        adapter.fingerprint()  # reads the weights now, and not for the first request
+
+    def root(self) -> bytes:
+        """The key of no token at all: a hash of plan, tokenizer, and the model as it is now."""
+        identity = self.resuming.identity
+        if identity["model"]["weights"] is None:  # offloaded meanwhile: nothing is found or kept
+            return uuid.uuid4().bytes
+        if self._root is None or self._root[0] is not identity:
+            content = json.dumps(identity, sort_keys=True).encode()
+            self._root = identity, hashlib.sha256(self._read_with + content).digest()
+        return self._root[1]
 
 
 def _keeps_more_than_rows(stack: Stack) -> bool:
@@ -118,6 +124,7 @@ class _Progress:
     """What has been found and stored of one sequence.
 
     Attributes:
+        root: The key of no token at all, with the model as it was when the sequence began.
         keys: Keys of the whole blocks of its prompt, behind that of no token.
         whole: Key of its whole prompt.
         node: The last node that it has found or stored, to which its next one is added.
@@ -126,6 +133,7 @@ class _Progress:
         seen: Tokens of its prompt that were in at the last look.
     """
 
+    root: bytes
     keys: list[bytes]
     whole: bytes
     node: Node | None = None
@@ -154,10 +162,10 @@ class PromptReuse:
 
     def begin(self, seq: Sequence) -> None:
         """Note a sequence that has been given a slot."""
-        block, root = self._store.block_tokens, self._reusing.root
+        block, root = self._store.block_tokens, self._reusing.root()
         # At least one token is left, whose logits are wanted.
         keys = block_keys(root, seq.prompt[:-1], block)
-        progress = _Progress(keys, chained(root, (_WHOLE, *seq.prompt)))
+        progress = _Progress(root, keys, chained(root, (_WHOLE, *seq.prompt)))
         progress.is_fresh = seq.request.resume is None
         self._progress[seq] = progress
 
@@ -171,8 +179,11 @@ class PromptReuse:
         """
         chosen: list[Sequence] = []
         computed: set[bytes] = set()
+        root = self._reusing.root() if waiting else b""
         for seq, progress in self._progress.items():
             if seq in waiting:
+                if progress.root != root:  # its rows are of the model as it was before
+                    progress.root, progress.is_fresh = b"", False
                 self._look_up(seq, progress)
             if seq.finish_reason is not None or self._seen(seq) >= len(seq.prompt):
                 continue
@@ -202,7 +213,8 @@ class PromptReuse:
     def end(self, seq: Sequence) -> None:
         """Store a sequence that has ended, for requests that go on with it."""
         progress = self._progress.pop(seq)
-        if self.keeps_ends and seq.finish_reason in ("stop", "length"):
+        ends_well = seq.finish_reason in ("stop", "length")
+        if self.keeps_ends and ends_well and progress.root == self._reusing.root():
             self._store_turn(seq, progress)
         self._store.let_go(progress)
 
@@ -296,7 +308,7 @@ class PromptReuse:
     def _store_turn(self, seq: Sequence, progress: _Progress) -> None:
         """Store the end of a sequence."""
         token_ids, block = (*seq.prompt, *seq.tokens), self._store.block_tokens
-        keys = block_keys(self._reusing.root, token_ids, block)
+        keys = block_keys(progress.root, token_ids, block)
         key = chained(keys[-1], (_TURN, *token_ids[len(token_ids) // block * block :]))
         if not self._store.has(key):
             self._stored(seq, progress, key, token_ids, self._seen(seq), turn_of=keys[-1])
