@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import attrs
 import typer
 
+from kvpolicy.cli.completion import names_of
 from kvpolicy.cli.options import SOME_FAILED, Json, Plugins, examples, register_plugins
 from kvpolicy.cli.output import Progress, info, print_json, print_text
 from kvpolicy.errors import KVPolicyError
@@ -33,7 +34,11 @@ app = typer.Typer(
 )
 def check(
     policy: Annotated[
-        list[str] | None, typer.Argument(help="Policies; all that are installed if none.")
+        list[str] | None,
+        typer.Argument(
+            autocompletion=names_of("kvpolicy.policies"),
+            help="Policies; all that are installed if none.",
+        ),
     ] = None,
     profile: Annotated[
         str,

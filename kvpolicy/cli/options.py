@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import attrs
 import typer
 
+from kvpolicy.cli.completion import names_of
 from kvpolicy.cli.output import format_bytes, info, info_text
 from kvpolicy.cli.prompts import Prompt, in_chat_template, read_prompts, read_standard_input
 from kvpolicy.entry_points import default_name, installed, load_installed
@@ -100,6 +101,7 @@ Model = Annotated[
     typer.Option(
         metavar="NAME|FOLDER",
         callback=_model_or_default,
+        autocompletion=names_of("kvpolicy.models", files="/"),
         help="Name of an installed model, hub id or local folder.",
         rich_help_panel=MODEL,
     ),
@@ -170,13 +172,20 @@ Chat = Annotated[
 ]
 PlanFile = Annotated[
     Path | None,
-    typer.Option("--plan", metavar="FILE|NAME", help="A plan, as TOML.", rich_help_panel=POLICY),
+    typer.Option(
+        "--plan",
+        metavar="FILE|NAME",
+        autocompletion=names_of("kvpolicy.plans", files=".toml"),
+        help="A plan, as TOML.",
+        rich_help_panel=POLICY,
+    ),
 ]
 Policies = Annotated[
     list[str] | None,
     typer.Option(
         "--policy",
         metavar="NAME",
+        autocompletion=names_of("kvpolicy.policies"),
         help="A policy; repeat it, or write A+B, for B to wrap A.",
         rich_help_panel=POLICY,
     ),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpolicy.cli.completion import names_of
 from kvpolicy.cli.failures import WRONG_INPUT
 from kvpolicy.cli.options import (
     DEFAULT_MODEL,
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from kvpolicy.engine.memory.footprint import Footprint, LayerFootprint
     from kvpolicy.plan.plan import PlanCheck
 
+_PLANS = names_of("kvpolicy.plans", files=".toml")
+
 app = typer.Typer(
     help="Show or check what a plan does in each layer, or suggest one.",
     rich_help_panel="Policies and plans",
@@ -70,7 +73,11 @@ app = typer.Typer(
 def show(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE|NAME", help="A plan, as TOML; or name policies."),
+        typer.Argument(
+            metavar="FILE|NAME",
+            autocompletion=_PLANS,
+            help="A plan, as TOML; or name policies.",
+        ),
     ] = None,
     policy: Policies = None,
     budget: Budget = None,
@@ -127,7 +134,10 @@ def show(
     ),
 )
 def check(
-    file: Annotated[Path, typer.Argument(metavar="FILE|NAME", help="A plan, as TOML.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE|NAME", autocompletion=_PLANS, help="A plan, as TOML."),
+    ],
     model: Model = DEFAULT_MODEL,
     overrides: Overrides = None,
     plugin: Plugins = None,

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvpolicy.cli.completion import names_of
 from kvpolicy.cli.options import MODEL, POLICY, SAMPLING, SLOTS, TEMPERATURE, TOP_P, split_list
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.files import parse_toml
@@ -40,15 +41,29 @@ class Where(Enum):
 
 PresetName = Annotated[
     str | None,
-    _policy("--preset", metavar="NAME|FILE", help="A sweep. [default: baselines]"),
+    _policy(
+        "--preset",
+        metavar="NAME|FILE",
+        autocompletion=names_of("kvpolicy.presets", files=".toml"),
+        help="A sweep. [default: baselines]",
+    ),
 ]
 Stacks = Annotated[
     str | None,
-    _policy(metavar="NAME,...", help="Policies to compare instead; in A+B, B wraps A."),
+    _policy(
+        metavar="NAME,...",
+        autocompletion=names_of("kvpolicy.policies"),
+        help="Policies to compare instead; in A+B, B wraps A.",
+    ),
 ]
 Plans = Annotated[
     list[Path] | None,
-    _policy("--plan", metavar="FILE|NAME", help="A plan to compare; may be repeated."),
+    _policy(
+        "--plan",
+        metavar="FILE|NAME",
+        autocompletion=names_of("kvpolicy.plans", files=".toml"),
+        help="A plan to compare; may be repeated.",
+    ),
 ]
 Budgets = Annotated[
     str | None,
@@ -71,6 +86,7 @@ Models = Annotated[
     _model(
         "--model",
         metavar="NAME|FOLDER",
+        autocompletion=names_of("kvpolicy.models", files="/"),
         help="Name of an installed model, hub id or local folder; may be repeated. "
         "[default: the preset's]",
     ),
@@ -80,6 +96,7 @@ Tasks = Annotated[
     _task(
         "--task",
         metavar="NAME|FILE|ID",
+        autocompletion=names_of("kvpolicy.tasks", files=".jsonl"),
         help="A task, a file or a hub id, with options as NAME:KEY=VALUE,...; "
         "may be repeated. [default: the preset's]",
     ),

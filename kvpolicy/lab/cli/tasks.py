@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
+from kvpolicy.cli.completion import names_of
 from kvpolicy.cli.options import Json, examples
 from kvpolicy.cli.output import print_entries, print_json, print_text
 from kvpolicy.lab.cli.options import SplitName
@@ -58,7 +59,12 @@ def listing(json: Json = False) -> None:
 )
 def show(
     task: Annotated[
-        str, typer.Argument(metavar="NAME|FILE|ID", help="Task, with options after a colon.")
+        str,
+        typer.Argument(
+            metavar="NAME|FILE|ID",
+            autocompletion=names_of("kvpolicy.tasks", files=".jsonl"),
+            help="Task, with options after a colon.",
+        ),
     ],
     n: Annotated[int, typer.Option("--n", min=1, help="Number of problems.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for the choice of problems.")] = 0,
