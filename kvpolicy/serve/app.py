@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 import kvpolicy
 from kvpolicy.cli.output import as_sentence
+from kvpolicy.serve.answers import ERRORS, STREAM, ChatCompletion, Completion, Model, Models
 from kvpolicy.serve.api_errors import from_http, from_validation
 from kvpolicy.serve.bodies import ChatBody, CompletionBody
 from kvpolicy.serve.defects import answer_to_defect
@@ -103,21 +104,26 @@ def _generation(service: Service) -> APIRouter:
 
     router = APIRouter(prefix="/v1", route_class=BodyRoute)
 
-    @router.post("/completions", response_model=None)
+    @router.post("/completions", response_model=None, responses=_streamed(Completion))
     async def completions(http: Request, body: CompletionBody) -> Response:
         return await service.complete(http, body)
 
-    @router.post("/chat/completions", response_model=None)
+    @router.post("/chat/completions", response_model=None, responses=_streamed(ChatCompletion))
     async def chat_completions(http: Request, body: ChatBody) -> Response:
         return await service.chat(http, body)
 
     return router
 
 
-def _models(model: ServedModel) -> APIRouter:
-    router = APIRouter(prefix="/v1/models")
+def _streamed(answer: type) -> dict[int | str, dict[str, Any]]:
+    """The answers of a path whose answer may be a stream."""
+    return {200: {"model": answer, "content": STREAM}, **ERRORS}
 
-    def described(model_id: str) -> dict[str, Any]:
+
+def _models(model: ServedModel) -> APIRouter:
+    router = APIRouter(prefix="/v1/models", responses=ERRORS)
+
+    def described(model_id: str) -> Model:
         plan = model.plan_of(model_id)
         return {
             "id": model_id,
@@ -133,11 +139,11 @@ def _models(model: ServedModel) -> APIRouter:
         }
 
     @router.get("")
-    async def models() -> dict[str, Any]:
+    async def models() -> Models:
         return {"object": "list", "data": [described(model_id) for model_id in model.by_id]}
 
     @router.get("/{model_id:path}")
-    async def one_model(model_id: str) -> dict[str, Any]:
+    async def one_model(model_id: str) -> Model:
         return described(model_id)
 
     return router

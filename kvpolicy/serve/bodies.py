@@ -13,15 +13,19 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from kvpolicy.entry_points import nearest
 from kvpolicy.serve import fields
 from kvpolicy.text import visible
 from kvpolicy.validators import MAX_COUNT, MAX_SEED
+
+Schema = dict[str, Any]  # of JSON
 
 MAX_CHOICES = 16  # of one prompt
 MAX_PROMPTS = 64  # of one body
@@ -52,9 +56,36 @@ def _plain(text: Any) -> Any:
     return text
 
 
-Name = Annotated[str, BeforeValidator(_plain), Field(max_length=_MAX_NAME)]
+# Schemas of what is sent, where validators read several forms.
+_PLAIN = {"type": "string", "pattern": r"^[^\x00]*$"}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+
+def _both(**values: Schema) -> Schema:
+    """Bodies in which all of some fields have such values."""
+    return {"required": [*values], "properties": values}
+
+
+def _without(other: str, value: object, /, **values: Schema) -> Schema:
+    """Bodies with such values of some fields, in which another field has not a value."""
+    return {"required": [*values], "properties": {**values, other: {"not": {"const": value}}}}
+
+
+Name = Annotated[
+    str,
+    BeforeValidator(_plain),
+    Field(max_length=_MAX_NAME),
+    WithJsonSchema({**_PLAIN, "maxLength": _MAX_NAME}),
+]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 StopIds = Annotated[list[int], Field(max_length=64, fail_fast=True)]
+
+
+def _whole(value: Any) -> Any:
+    """Numbers without a fraction as integers, as JSON does not tell 5.0 from 5."""
+    if isinstance(value, list):
+        return [_whole(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class _Strict(BaseModel):
@@ -64,6 +95,8 @@ class _Strict(BaseModel):
     unserved: ClassVar[Mapping[str, fields.Unserved]] = {}
     # Whether a field that is in no list changes nothing.
     is_open: ClassVar[bool] = False
+    # Bodies whose fields do not go together, which validators refuse.
+    conflicts: ClassVar[tuple[Schema, ...]] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -82,7 +115,33 @@ class _Strict(BaseModel):
             shown = visible(name[:_MAX_NAME])
             known = f"there is no field '{shown:.60}'{nearest(shown, cls.model_fields)}"
             _refuse(shown, known)
-        return {name: value for name, value in given.items() if name in cls.model_fields}
+        # OpenAI's interface allows null for what has a default.
+        return {
+            name: _whole(value)
+            for name, value in given.items()
+            if name in cls.model_fields
+            if value is not None or cls.model_fields[name].is_required()
+        }
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> Schema:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        properties = schema["properties"]
+        for name, field in cls.model_fields.items():
+            if not field.is_required():
+                properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
+        properties |= {name: field.schema for name, field in cls.unserved.items()}
+        conflicts = [
+            _without(*field.where, **{name: {"not": field.plain_schema}})
+            for name, field in cls.unserved.items()
+            if field.where is not None
+        ]
+        if conflicts or cls.conflicts:
+            schema["not"] = {"anyOf": [*conflicts, *cls.conflicts]}
+        schema["additionalProperties"] = cls.is_open
+        return schema
 
 
 class StreamOptions(_Strict):
@@ -92,11 +151,6 @@ class StreamOptions(_Strict):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-
-    @field_validator("include_usage", "continuous_usage_stats", mode="before")
-    @classmethod
-    def _default(cls, value: Any) -> Any:
-        return False if value is None else value
 
 
 class Extension(_Strict):
@@ -113,8 +167,19 @@ class Extension(_Strict):
     stop_ids: StopIds | None = None
 
 
+_STOP = {**_PLAIN, "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_STOPS = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}
+_KEPT = {"type": "object", "required": ["kept"], "properties": {"kept": {"const": True}}}
+
+
 class GenerationBody(_Strict):
     """What both endpoints have."""
+
+    conflicts: ClassVar[tuple[Schema, ...]] = (
+        _without("stream", True, stream_options={"type": "object"}),
+        _without("stream", True, kvpolicy=_KEPT),
+        _both(kvpolicy=_KEPT, n={"not": {"enum": [1, None]}}),
+    )
 
     model: Name
     max_tokens: Count | None = None
@@ -125,22 +190,14 @@ class GenerationBody(_Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=MAX_PENALTY)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    seed: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = None
-    stop: list[str] = []
+    seed: Annotated[int, Field(ge=-1)] | None = None
+    stop: Annotated[list[str], WithJsonSchema(_STOPS)] = []
     include_stop_str_in_output: bool = False
     stop_token_ids: StopIds | None = None
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     kvpolicy: Extension = Extension()
-
-    @field_validator(
-        "n", "include_stop_str_in_output", "ignore_eos", "stream", "kvpolicy", mode="before"
-    )
-    @classmethod
-    def _default(cls, value: Any, info: Any) -> Any:
-        """OpenAI's interface allows null for what has a default."""
-        return cls.model_fields[info.field_name].default if value is None else value
 
     @field_validator("top_k", mode="after")
     @classmethod
@@ -151,13 +208,13 @@ class GenerationBody(_Strict):
     @field_validator("seed", mode="after")
     @classmethod
     def _drawn(cls, value: int | None) -> int | None:
-        """Other servers write -1 for a seed that is drawn."""
-        return None if value == -1 else value
+        """Other servers write -1 for a seed that is drawn; of a longer one, 63 bits are taken."""
+        return None if value is None or value == -1 else value % (MAX_SEED + 1)
 
     @field_validator("stop", mode="before")
     @classmethod
     def _stops(cls, value: Any) -> Any:
-        stops = [] if value is None else [value] if isinstance(value, str) else value
+        stops = [value] if isinstance(value, str) else value
         is_list = isinstance(stops, list) and len(stops) <= MAX_STOPS
         if not is_list or not all(isinstance(one, str) and one for one in stops):
             msg = f"should be a text or up to {MAX_STOPS} texts, none of them empty"
@@ -191,12 +248,30 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) is int for one in value)
 
 
+def _list_of_prompts(most: int) -> Schema:
+    return {
+        "type": "array",
+        "items": {"anyOf": [_PLAIN, _TOKEN_IDS]},
+        "minItems": 1,
+        "maxItems": most,
+    }
+
+
+_PROMPT = {"anyOf": [_PLAIN, _TOKEN_IDS, _list_of_prompts(MAX_PROMPTS)]}
+_ONE_PROMPT = {"anyOf": [_PLAIN, _TOKEN_IDS, _list_of_prompts(1)]}
+
+
 class CompletionBody(GenerationBody):
     """Body of ``/v1/completions``."""
 
+    conflicts: ClassVar[tuple[Schema, ...]] = (
+        *GenerationBody.conflicts,
+        _both(kvpolicy=_KEPT, prompt={"not": _ONE_PROMPT}),
+    )
+
     unserved: ClassVar[Mapping[str, fields.Unserved]] = fields.COMPLETION
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts), WithJsonSchema(_PROMPT)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @model_validator(mode="after")
@@ -221,7 +296,14 @@ def _text_of(value: Any) -> Any:
     return _plain("".join(texts))
 
 
-Text = Annotated[str, BeforeValidator(_text_of)]
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": _PLAIN},
+}
+_CONTENT = {"anyOf": [_PLAIN, {"type": "array", "items": _PART}]}
+
+Text = Annotated[str, BeforeValidator(_text_of), WithJsonSchema(_CONTENT)]
 
 
 def _plain_data(value: Any) -> Any:
@@ -245,8 +327,23 @@ class Message(_Strict):
     reasoning_content: Text | None = None
 
 
+_VARIABLES = {
+    "type": "object",
+    "propertyNames": _PLAIN,
+    "additionalProperties": {"anyOf": [_PLAIN, {"type": ["boolean", "number", "null"]}]},
+}
+
+
 class ChatBody(GenerationBody):
     """Body of ``/v1/chat/completions``."""
+
+    conflicts: ClassVar[tuple[Schema, ...]] = (
+        *GenerationBody.conflicts,
+        _without("logprobs", True, top_logprobs={"type": "integer"}),
+        # Equal ones are taken, too.
+        _both(max_tokens={"type": "integer"}, max_completion_tokens={"type": "integer"}),
+        _both(continue_final_message={"const": True}, add_generation_prompt={"const": True}),
+    )
 
     unserved: ClassVar[Mapping[str, fields.Unserved]] = fields.CHAT
 
@@ -256,7 +353,9 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_plain_data)] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], BeforeValidator(_plain_data), WithJsonSchema(_VARIABLES)] | None
+    ) = None
     reasoning_effort: Name | None = None
 
     @property

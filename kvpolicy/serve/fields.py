@@ -36,7 +36,20 @@ class Unserved:
             return True
         if self.where is not None and body.get(self.where[0]) == self.where[1]:
             return True
-        return value in self.harmless
+        return any(
+            value == one and isinstance(value, bool) is isinstance(one, bool)  # 0 is not false
+            for one in self.harmless
+        )
+
+    @property
+    def plain_schema(self) -> dict[str, Any]:
+        """The values that it takes by itself, as a schema of JSON."""
+        return {} if self.harmless is None else {"enum": [None, *self.harmless]}
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The values that it takes, with others or by itself, as a schema of JSON."""
+        return {} if self.where is not None else self.plain_schema
 
 
 def _only(*harmless: object, instead: str = "leave it out") -> Unserved:

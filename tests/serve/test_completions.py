@@ -275,7 +275,6 @@ REFUSED: list[dict[str, Any]] = [
     {"top_p": 0},
     {"n": 17},
     {"seed": -2},
-    {"seed": 2**63},
     {"top_k": -2},
     {"stop_token_ids": [1] * 65},
     {"stop": [""]},
@@ -321,7 +320,7 @@ NEUTRAL: list[dict[str, Any]] = [
     {"echo": False, "suffix": None, "best_of": 1, "logit_bias": {}, "tools": []},
     {"frequency_penalty": 0, "presence_penalty": 0.0, "response_format": {"type": "text"}},
     {"user": "someone", "n": None, "stop": None, "stream": None, "logprobs": None},
-    {"top_k": 3, "top_p": 1, "temperature": 0, "seed": 2**63 - 1, "stream_options": None},
+    {"top_k": 3, "top_p": 1, "temperature": 0, "seed": 2**64 - 1, "stream_options": None},
 ]
 
 

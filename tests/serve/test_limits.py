@@ -324,17 +324,3 @@ def test_no_other_origin_may_read_an_answer(small: Running) -> None:
     assert [answer.status_code for answer in answers] == [200, 200, 405]
     for answer in answers:
         assert not any(name.startswith("access-control") for name in answer.headers)
-
-
-def test_the_interface_is_described_as_openapi(small: Running) -> None:
-    with small.http() as http:
-        described = http.get("/openapi.json").json()
-    assert described["paths"].keys() == {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/models",
-        "/v1/models/{model_id}",
-    }
-    fields = described["components"]["schemas"]["CompletionBody"]["properties"]
-    assert {"model", "prompt", "max_tokens", "seed", "kvpolicy"} <= fields.keys()
-    assert "tools" not in fields
