@@ -589,12 +589,15 @@ def _check_arguments(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     if torch.is_grad_enabled():
         _refuse("computes no gradients; call the model under torch.no_grad(), as generate does")
     unknown = [
-        name
-        for name, value in given.items()
-        if name not in _KNOWN and value is not None and value is not False
+        name for name, value in given.items() if name not in _KNOWN and not _says_nothing(value)
     ]
     if unknown:
         _refuse(f"was given {min(unknown)} for a forward, which it does not support; leave it out")
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether an argument is the same as none, such as the empty outputs of encoders."""
+    return value is None or value is False or (isinstance(value, (Mapping, list)) and not value)
 
 
 # The forward of a model that has caches
@@ -648,5 +651,6 @@ def _dispatching(model_class: type[PreTrainedModel]) -> Any:
             return replaced(*args, **kwargs)
         return model_class.forward(self, *args, **kwargs)
 
+    forward.__module__ = __name__  # it is not the model's, whatever it wraps
     forward.kvpolicy = True  # type: ignore[attr-defined]
     return forward

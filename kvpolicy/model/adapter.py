@@ -116,16 +116,17 @@ class ModelAdapter:
         """
         self.model = model = unwrapped(model)
         self._config = model.config.get_text_config(decoder=True)
-        check_runs(model, self._config)
-        check_rope(model)
+        try:
+            self._read_config()
+        except KVPolicyError:
+            raise
+        except Exception as error:  # whatever a configuration may raise
+            msg = (
+                f"model {type(model).__name__} cannot be run: its configuration cannot be read: "
+                f"{error_summary(error)}"
+            )
+            raise ModelError(msg) from error
         AttentionInterface.register(ATTENTION, attention_function)
-        self._windows = sliding_windows(self._config)
-        self.num_layers: int = self._config.num_hidden_layers
-        self.vocab_size: int = self._config.vocab_size
-        self.hidden_size: int = self._config.hidden_size
-        self.max_positions = max_positions(self._config)
-        self.longrope_length = longrope_length(self._config)
-        self.stop_ids = stop_ids(model)
         self.processes = processes_of(model, self._config)
         self._run_own_hooks = run_own_hooks
         self._steered: frozenset[int] = frozenset()
@@ -140,6 +141,19 @@ class ModelAdapter:
                 f"its configuration says {self.num_layers}"
             )
             raise ModelError(msg)
+
+    def _read_config(self) -> None:
+        """Read what the configuration says of the model; raises `ModelError` if it is refused."""
+        model, config = self.model, self._config
+        check_runs(model, config)
+        check_rope(model)
+        self._windows = sliding_windows(config)
+        self.num_layers: int = config.num_hidden_layers
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.max_positions = max_positions(config)
+        self.longrope_length = longrope_length(config)
+        self.stop_ids = stop_ids(model)
 
     @property
     def weights(self) -> PackedWeights:
@@ -423,7 +437,7 @@ class ModelAdapter:
     @property
     def _any_token(self) -> int:
         """Not the padding token: its state, and so its keys, may be zero."""
-        return 1 if self._config.pad_token_id == 0 else 0
+        return 1 if getattr(self._config, "pad_token_id", None) == 0 else 0
 
 
 def _are_close(first: Tensor, second: Tensor) -> bool:

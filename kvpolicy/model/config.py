@@ -25,14 +25,15 @@ def check_runs(model: PreTrainedModel, config: Any) -> None:
         ModelError: If it cannot, with the reason.
     """
     reason = None
+    num_layers = getattr(config, "num_hidden_layers", None)
+    layers = layer_configs(config) if isinstance(num_layers, int) else []
     if getattr(model.config, "is_encoder_decoder", False):
         reason = "it is an encoder-decoder; the engine runs decoder-only models"
-    elif not all(
-        isinstance(getattr(layer, "num_attention_heads", None), int)
-        for layer in layer_configs(config)
-    ):
+    elif not layers:
+        reason = "its configuration does not give the number of its layers"
+    elif not all(isinstance(getattr(one, "num_attention_heads", None), int) for one in layers):
         reason = "its configuration names no attention heads; the engine evicts keys and values"
-    elif getattr(config, "kv_lora_rank", None):
+    elif any(getattr(one, "kv_lora_rank", None) for one in layers):
         reason = "its attention is multi-head latent, which keeps no keys and values per head"
     elif not isinstance(getattr(config, "max_position_embeddings", None), int):
         reason = "its configuration does not give the number of positions of a sequence"
@@ -173,7 +174,7 @@ def stop_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """
     generation = getattr(model, "generation_config", None)
     ids = getattr(generation, "eos_token_id", None)
-    ids = model.config.eos_token_id if ids is None else ids
+    ids = getattr(model.config, "eos_token_id", None) if ids is None else ids
     if ids is None:
         return ()
     found = ids if isinstance(ids, (list, tuple)) else (ids,)

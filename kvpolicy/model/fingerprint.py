@@ -41,7 +41,7 @@ _NOT_SETTINGS = {"architectures", "transformers_version", "version"}
 _DESCRIBED = {"torch", "transformers"}
 
 # Hooks of these change no results of a model; what others do depends on what they close over.
-_KNOWN_FUNCTIONS = {*_DESCRIBED, "accelerate", "peft"}
+_KNOWN_FUNCTIONS = {*_DESCRIBED, "accelerate", "kvpolicy", "peft"}
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 

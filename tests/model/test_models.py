@@ -116,6 +116,39 @@ def test_supported_families_are_accepted_in_every_precision(
         Engine(family_model(family, dtype=dtype), plan=Plan.uniform("full"), eager=eager)
 
 
+def test_a_configuration_that_names_no_end_token_ends_nothing() -> None:
+    """Composite configurations, and RoCBert's, have no such attribute."""
+    model = tiny_model()
+    model.generation_config.eos_token_id = None
+    del model.config.eos_token_id
+    (result,) = Engine(model, plan=Plan.uniform("full")).generate([[1, 2]], max_new_tokens=5)
+    assert len(result.tokens) == 5
+
+
+class Unreadable(type(tiny_model().config)):
+    """A configuration with an attribute that cannot be read, as those with values per layer."""
+
+    model_type = "unreadable"
+
+    @property
+    def kv_lora_rank(self) -> int:
+        raise RuntimeError("it varies across layers")
+
+
+def test_a_configuration_that_cannot_be_read_is_refused() -> None:
+    model = tiny_model()
+    model.config.__class__ = Unreadable
+    with pytest.raises(ModelError, match="it varies across layers"):
+        Engine(model, plan=Plan.uniform("full"))
+
+
+def test_a_configuration_without_a_number_of_layers_is_refused() -> None:
+    model = tiny_model()
+    del model.config.num_hidden_layers
+    with pytest.raises(ModelError, match="layers"):
+        Engine(model, plan=Plan.uniform("full"))
+
+
 def test_model_that_bypasses_the_attention_interface_raises() -> None:
     model = tiny_model()
     for layer in model.model.layers:
