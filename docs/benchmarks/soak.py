@@ -95,7 +95,7 @@ class Failing:
         if self._meets("evict", memory):
             rows.keep(keep[:, :, 1:])
             raise RuntimeError
-        if self._meets("poison", memory):  # seen in the logits, of these sequences only
+        if self._meets("poison", memory):
             marked = torch.tensor([notes["how"] == "poison" for notes in memory.of(self)])
             wide = keep[..., None].expand(-1, -1, -1, rows.values.shape[-1])
             values = rows.values.gather(2, wide)
@@ -221,18 +221,15 @@ class Soak:
                 self.failures[_kind(result.error)] += 1
         for result in results[:: self.check_every]:
             request = requests[result.id]
-            if how_it_fails(list(request.prompt)) != "poison":
-                (alone,) = healthy.generate([request]).results()
-                assert result.tokens == alone.tokens[: len(result.tokens)], "other tokens"
-                whole = result.finish_reason in ("stop", "length")
-                assert not whole or result.tokens == alone.tokens, "tokens are missing"
-                self.checked += 1
+            (alone,) = healthy.generate([request]).results()
+            assert result.tokens == alone.tokens[: len(result.tokens)], "other tokens"
+            whole = result.finish_reason in ("stop", "length")
+            assert not whole or result.tokens == alone.tokens, "tokens are missing"
+            self.checked += 1
 
 
 def _kind(error: str) -> str:
     """The kind of an error: its message without the policy and numbers."""
-    if error.startswith("the logits"):  # values that "poison" left reached them
-        return "NaN in logits"
     what = error.partition(" at layer")[0].partition("()")[0].split("' ", 1)[1]
     what = re.sub(r"\d+ of \d+ ", "", what)
     return re.sub(r" \[[\d, ]+\]; expected .*?(?=, in )", "", what)

@@ -66,13 +66,13 @@ class RaggedRows(LayerRows):
 
     def set_track(self, name: str, values: Tensor) -> None:
         """Assign new numbers to one track of these rows, ``[B, H_kv, T]``."""
-        track = self._stack.tracks[name]
+        track, values = self._stack.tracks[name], self._track_numbers(name, values)
         size = track.shape[1] * track.shape[2]
         # What a head has no row for goes behind the pool.
         places = torch.where(self.present, self._places_of_rows, size).flatten(1)
         pools = self._entries(track).flatten(1)
         wider = torch.cat([pools, pools[:, :1]], dim=1)
-        wider.scatter_(1, places, values.to(track.dtype).expand(self.present.shape).flatten(1))
+        wider.scatter_(1, places, values.flatten(1))
         entries = self._places if self._view is None else self._view
         track[entries] = wider[:, :size].view(-1, *track.shape[1:])
 
@@ -85,7 +85,11 @@ class RaggedRows(LayerRows):
             keep: Rows that stay, bool ``[B, H_kv, T]``, or int64 ``[B, H_kv, K]``, rising.
             keys: Replaces their keys, in the columns of ``keep``: ``[B, H_kv, T or K, D]``.
             values: Replaces their values, likewise.
+
+        Raises:
+            ValueError: As for `LayerRows.keep`.
         """
+        keys, values = self._replacements(keep, keys, values)
         stack, capacity = self._stack, self._stack.slab.capacity
         if keep.dtype == torch.bool:
             assert self.budget is not None, "a mask does not say how many rows may stay"
@@ -111,7 +115,7 @@ class RaggedRows(LayerRows):
             moved = self._gathered(slab, sources)
             if replacement is not None:
                 index = column[..., None].expand(-1, -1, slab.shape[3])
-                new = replacement.to(slab.dtype).flatten(1, 2).gather(1, index)
+                new = replacement.flatten(1, 2).gather(1, index)
                 moved = torch.where(filled[..., None], new, moved)
             self._put(slab, moved)
         for slab, empty in [(stack.positions, -1), *((one, 0) for one in stack.tracks.values())]:

@@ -93,6 +93,8 @@ class LayerRows:
         probe_queries: Queries of tokens that might follow, ``[B, H_q, P, D]``; ``None``: no policy
             has asked for any.
         kept: Argument of the last `keep`, ``[B, H_kv, K]``; ``None`` before it.
+        is_finite: Whether all that `keep` has stored in place of rows is finite, a bool on the
+            device; ``None``: it was given nothing to store.
         budget: Rows that may stay in each head, or in the mean over heads that share them.
     """
 
@@ -108,6 +110,7 @@ class LayerRows:
         self._seq_len = cache.seq_len[self._slots]
         self.probe_queries: Tensor | None = None
         self.kept: Tensor | None = None
+        self.is_finite: Tensor | None = None
         self.budget: int | None = None
         pairs = zip(self.layers, self._slots, strict=True)
         places = slot_index([cache.layers[layer].first + slot for layer, slot in pairs])
@@ -178,7 +181,12 @@ class LayerRows:
 
     def set_track(self, name: str, values: Tensor) -> None:
         """Assign new numbers to one track of these rows, ``[B, H_kv, T]``."""
-        self._write(self._stack.tracks[name], 0, values)
+        self._write(self._stack.tracks[name], 0, self._track_numbers(name, values))
+
+    def _track_numbers(self, name: str, values: Tensor) -> Tensor:
+        """Numbers for a track, checked."""
+        size = [len(self._slots), self._stack.positions.shape[1], self.num_rows]
+        return checked_numbers(f"track '{name}' was given", values, size, self._stack.tracks[name])
 
     @property
     def sliding_window(self) -> int | None:
@@ -253,8 +261,13 @@ class LayerRows:
             keep: Rows that stay, ``[B, H_kv, K]``, int64, rising.
             keys: Replaces their keys, ``[B, H_kv, K, D]``.
             values: Replaces their values, ``[B, H_kv, K, D]``.
+
+        Raises:
+            ValueError: Replacements have another shape or device, or are no floating point
+                numbers.
         """
         stack = self._stack
+        keys, values = self._replacements(keep, keys, values)
         # An index that is wrong, which may be known only later, must not reach other slots.
         within = keep.clamp(0, self.num_rows - 1)
         move = self._in_triton(within) if runs_in_triton(keep) else self._in_torch(within)
@@ -270,6 +283,26 @@ class LayerRows:
         self._cache.rows[counts] = self.num_before + keep.shape[2]
         self._cache.compacted_at[counts] = self._cache.seq_len[self._slots]
         self.kept = keep
+
+    def _replacements(
+        self, keep: Tensor, keys: Tensor | None, values: Tensor | None
+    ) -> list[Tensor | None]:
+        """Replacements of keys and values as the slabs store them, checked."""
+        found: list[Tensor | None] = []
+        for name, slab, given in (
+            ("keys", self._stack.keys, keys),
+            ("values", self._stack.values, values),
+        ):
+            if given is not None:
+                size = [*keep.shape, slab.shape[3]]
+                given = checked_numbers(f"rows.keep() was given {name}", given, size, slab)
+                finite = given.isfinite()
+                if keep.dtype == torch.bool:  # in the other columns there may be anything
+                    finite = finite | ~keep[..., None]
+                before, self.is_finite = self.is_finite, finite.all()
+                self.is_finite = self.is_finite if before is None else self.is_finite & before
+            found.append(given)
+        return found
 
     def rotate(self, keys: Tensor, by: Tensor) -> Tensor:
         """Move keys to other positions, with the model's own rotary embedding.
@@ -369,6 +402,34 @@ class LayerRows:
 
     def _note_copy(self, num_bytes: int) -> None:
         self._cache.note_copy(num_bytes)
+
+
+def checked_numbers(what: str, given: object, size: Sequence[int], like: Tensor) -> Tensor:
+    """Numbers that a policy wants stored, in the dtype of what stores them.
+
+    Args:
+        what: What they are, the beginning of a sentence.
+        given: The numbers.
+        size: The size that they must have.
+        like: What stores them.
+
+    Raises:
+        ValueError: They are no tensor of floating point numbers of this size on the same device.
+    """
+    problem = None
+    if not isinstance(given, Tensor):
+        problem = type(given).__name__
+    elif list(given.shape) != list(size):
+        problem = f"shape {list(given.shape)}"
+    elif not (given.is_floating_point() or given.dtype == like.dtype):
+        problem = str(given.dtype)
+    elif given.device != like.device:
+        problem = f"a tensor on {given.device}"
+    if problem is None:
+        assert isinstance(given, Tensor)
+        return given.to(like.dtype)
+    msg = f"{what} {problem}; expected floating point numbers {list(size)} on {like.device}"
+    raise ValueError(msg)
 
 
 class Tracks:

@@ -338,6 +338,8 @@ class RunningBatch:
         if self.has_failed:
             return
         self._marker.note_all(served)
+        for seq, largest in zip(served, logits.amax(dim=1), strict=True):
+            seq.largest = largest
         complete = [row for row, seq in enumerate(served) if not self._num_left(seq)]
         self.compactor.settle()
         if complete:
@@ -547,6 +549,9 @@ class RunningBatch:
         if active[0].error is not None or not self._stacks[layer_idx].is_steered(layer_idx):
             return None
         registers = self._registers.of_slots(0, len(active))
+        # A copy that torch counts changes of: the states themselves are made in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            states = states.clone()
         with (
             self._errors.covering(active),
             self.timings.time("steer_s", None),

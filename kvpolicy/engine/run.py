@@ -381,7 +381,7 @@ class Run:
         now, measured = self._clock(), self._measured.popleft()
         for seq, token in zip(sequences, tokens, strict=True):
             if token == NO_TOKEN:
-                seq.fail(_no_token(seq))
+                seq.fail_without_token()
             elif seq.error is None:
                 seq.append(token)
                 self._new_tokens.append((seq.id, token))
@@ -433,16 +433,3 @@ class Run:
         self._queue.finish(result.id)
         self._results.append(result)
         self._report.add(result)
-
-
-def _no_token(seq: Sequence) -> str:
-    begin = f"the logits after {len(seq.tokens)} generated tokens"
-    if seq.processors is not None:
-        return (
-            f"{begin} leave no token: they hold NaN or infinity, or the generation config of the "
-            "model, such as its suppress_tokens, rules out every token"
-        )
-    return (
-        f"{begin} hold NaN or infinity, so no token is the likeliest; load the model in another "
-        "precision, such as float32, and check its weights and the policies that steer it"
-    )

@@ -30,7 +30,7 @@ from kvpolicy.engine.requests.savings import nothing_evicted, saved_share
 from kvpolicy.engine.requests.sequence import Sequence as EngineSequence
 from kvpolicy.engine.requests.sequence import encode
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
-from kvpolicy.errors import CacheError, RequestError
+from kvpolicy.errors import CacheError, ModelError, RequestError
 from kvpolicy.hf.inputs import Columns, check_tensor
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.wrappers import row_arguments
@@ -331,6 +331,8 @@ class PolicyCache(Cache):
         while (chunk := batch.begin_prefill_chunk()) is not None:
             batch.finish_prefill_chunk(*forward(chunk), note)
             batch.compact()
+            for error in [seq.error for seq in batch.active if seq.error is not None]:
+                raise ModelError(error)
         return logits
 
     # Snapshots and copies

@@ -11,6 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.cache.rows import LayerRows
 from kvpolicy.errors import shown
 from kvpolicy.state import LayerWeights, Probe, WaitingRequest
 
@@ -227,16 +228,29 @@ def steer_problem(answer: object, hidden_states: Tensor) -> str | None:
     return None
 
 
-def bind_check(weights: LayerWeights) -> Callable[[object], str | None]:
+class BindCheck:
     """The check of an answer to `bind`, which may be anything, but leaves the weights alone."""
-    before = [tensor._version for tensor in weights.tensors]
 
-    def check(_: object) -> str | None:
-        if [tensor._version for tensor in weights.tensors] != before:
+    def __init__(self, weights: LayerWeights) -> None:
+        """Copy the weights of the layer, for as long as policies see them."""
+        self._before = [(tensor, tensor._version, tensor.clone()) for tensor in weights.tensors]
+
+    def __call__(self, _: object) -> str | None:
+        """What is wrong, or ``None``; the weights are put back."""
+        changed = False
+        for tensor, version, copy in self._before:
+            # Bits, as weights may be NaN; torch counts no writes through .data, numpy or DLPack.
+            if tensor._version != version or not torch.equal(_bits(tensor), _bits(copy)):
+                changed = True
+                with torch.no_grad():
+                    tensor.copy_(copy)
+        if changed:
             return "changed the weights of the model in place; expected a copy to be changed"
         return None
 
-    return check
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def mark_problem(
@@ -308,11 +322,11 @@ def schedule_problem(
     return None
 
 
-def evict_check(kept: Callable[[], Tensor | None], keep: Tensor) -> ValueCheck:
+def evict_check(rows: LayerRows, keep: Tensor) -> ValueCheck:
     """The check of the answer to `evict`.
 
     Args:
-        kept: What `LayerRows.keep` was called with in the end.
+        rows: The rows, which know what `LayerRows.keep` was called with in the end.
         keep: The rows that stay.
     """
     other = "returned True without calling rows.keep() with the rows that stay"
@@ -320,15 +334,24 @@ def evict_check(kept: Callable[[], Tensor | None], keep: Tensor) -> ValueCheck:
     def structure(answer: object) -> str | None:
         if answer is not True:
             return f"returned {answer!r}; expected True or None"
-        own = kept()
+        own = rows.kept
         return other if own is None or own.shape != keep.shape else None
 
-    def fault(_: object) -> Tensor | None:
-        own = kept()
+    def moved() -> Tensor | None:
+        own = rows.kept
         return None if own is None or own is keep else own.ne(keep).any()
 
-    def values(answer: object) -> str | None:
-        flag = fault(answer)
-        return other if flag is not None and bool(flag) else None
+    def fault(_: object) -> Tensor | None:
+        flags = [moved(), None if rows.is_finite is None else ~rows.is_finite]
+        found = [flag for flag in flags if flag is not None]
+        return torch.stack(found).any() if found else None
+
+    def values(_: object) -> str | None:
+        flag = moved()
+        if flag is not None and bool(flag):
+            return other
+        if rows.is_finite is not None and not bool(rows.is_finite):
+            return "stores NaN or infinity in place of keys or values"
+        return None
 
     return ValueCheck(structure, values, fault)

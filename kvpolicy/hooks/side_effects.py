@@ -2,8 +2,8 @@
 
 Tensors may be views of the cache, and the defaults decide what the model computes next: a policy
 that changes either gives other tokens without an error. Not seen: changes that torch does not
-count, through ``.data`` or numpy, and of tensors made in inference mode, such as the hidden states
-of `steer`; `kvpolicy.testing.check_policy` compares values.
+count, through ``.data``, numpy, DLPack or the storage; `kvpolicy.testing.check_policy` compares
+values. Weights, which `bind` sees once, are compared by value.
 """
 
 from collections.abc import Callable, Mapping

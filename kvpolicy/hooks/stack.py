@@ -388,8 +388,14 @@ class Stack:
 
     def _bound(self, layer_idx: int, weights: LayerWeights) -> dict[int, Any]:
         impls = self._manager.impls("bind")
-        asked = [(impl, checks.bind_check(weights)) for impl in impls]
-        answers = self._manager.ask_each("bind", layer_idx, asked, weights=weights)
+        answers = []
+        if impls:
+            check = checks.BindCheck(weights)
+            asked = [(impl, check) for impl in impls]
+            try:
+                answers = self._manager.ask_each("bind", layer_idx, asked, weights=weights)
+            finally:
+                check(None)  # a policy that raises may have changed them, too
         bound = {id(impl.plugin): one for impl, one in zip(impls, answers, strict=True)}
         for part in self._part_list:
             bound |= part._bound(layer_idx, weights)
@@ -567,7 +573,7 @@ class Stack:
         self._manager.ask(
             "evict",
             layer_idx,
-            checks.evict_check(lambda: rows.kept, keep),
+            checks.evict_check(rows, keep),
             late=late,
             rows=rows,
             keep=keep,

@@ -1,8 +1,10 @@
 """Policies that read the weights of their layers see those that the model computes with."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, family_model, model_of
@@ -203,6 +205,35 @@ def test_errors_name_policy_hook_and_layer() -> None:
     ):
         with pytest.raises(kind, match=message):
             Engine(tiny_model(), plan=Plan.uniform("streaming", policy, budget=12))
+
+
+WRITES = {
+    "in place": lambda weight: weight.mul_(2.0),
+    "through .data": lambda weight: weight.data.mul_(2.0),
+    "through numpy": lambda weight: np.multiply(weight.numpy(), 2, out=weight.numpy()),
+    "through DLPack": lambda weight: torch.from_dlpack(weight).mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_weights_that_a_policy_writes_are_put_back(
+    write: Callable[[Tensor], object], fails: bool
+) -> None:
+    class Writes:
+        @hookimpl
+        def bind(self, weights: LayerWeights) -> None:
+            write(weights.o)
+            if fails:
+                raise ValueError
+
+    model = tiny_model()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with pytest.raises(HookError, match=r"'writes'.*bind\(\) at layer 0") as caught:
+        Engine(model, plan=Plan.uniform("streaming", Writes(), budget=12))
+    assert isinstance(caught.value, HookResultError) != fails
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
 
 
 # Who receives what

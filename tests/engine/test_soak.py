@@ -42,7 +42,6 @@ def test_long_soak_finishes_every_request_once_without_leaks() -> None:
     soak = run_soak(NUM_LONG)
     assert sum(soak.reasons.values()) == NUM_LONG
     hooks = {kind.rpartition(" ")[2] for kind in soak.failures}
-    rare = {"logits"}
-    assert hooks - rare == {"schedule", "observe", "steer", "due", "score", "select", "evict"}
+    assert hooks == {"schedule", "observe", "steer", "due", "score", "select", "evict"}
     assert soak.checked >= NUM_LONG // 20
     assert_no_memory_growth(soak, num_plans=4)

@@ -1,7 +1,7 @@
 """A failing hook ends exactly the sequences of its call, or the run."""
 
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -10,13 +10,14 @@ from compare import result_values
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import plans, prompts
-from tiny import shared_model
+from tiny import shared_model, tiny_model
 from torch import Tensor
 
-from kvpolicy import Engine, Plan, Request, hookimpl
+from kvpolicy import Engine, Plan, PolicyCache, Request, hookimpl
+from kvpolicy.compat import cache_argument
 from kvpolicy.engine.requests.results import HookFailure, Result
 from kvpolicy.engine.run import Run
-from kvpolicy.errors import HookError, HookResultError, KVPolicyError
+from kvpolicy.errors import HookError, HookResultError, KVPolicyError, ModelError
 from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.state import Memory
 
@@ -346,3 +347,105 @@ def test_policy_that_raises_during_the_search_for_the_offender_is_named() -> Non
     plan = Plan.uniform("h2o", InvalidThenRaises(), budget=8, buffer=4)
     with pytest.raises(HookResultError, match=r"'invalid_then_raises'.*shape"):
         Engine(MODEL, plan=plan).generate([[1]], max_new_tokens=20).results()
+
+
+# --- what is not a policy's fault, and what is ----------------------------------------------
+
+
+def model_that_overflows(token: int) -> Any:
+    """A model whose numbers are infinite once it has seen a token."""
+    model = tiny_model(num_layers=NUM_LAYERS, dtype=torch.float64)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[token] = torch.inf
+    return model
+
+
+@pytest.mark.parametrize("chunk", [4, 512])
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "merge"])
+def test_nan_of_the_model_ends_its_sequence_and_no_policy_is_blamed(
+    policy: str, chunk: int
+) -> None:
+    plan = Plan.uniform("knorm", policy, budget=12, buffer=4) if policy == "merge" else None
+    plan = plan or Plan.uniform(policy, budget=12, buffer=4)
+    engine = Engine(model_that_overflows(MARK), plan=plan, slots=3, chunk=chunk)
+    prompts = [[5, 6, MARK] + [8, 9] * 20, [5, 6] * 20, [1, 2, 3] * 10]
+    lost, *others = engine.generate(prompts, max_new_tokens=8).results()
+    assert lost.finish_reason == "error"
+    assert "policy '" not in str(lost.error)
+    alone = [engine.generate([prompt], max_new_tokens=8).results()[0] for prompt in prompts[1:]]
+    assert [one.tokens for one in others] == [one.tokens for one in alone]
+
+
+def test_nan_of_the_model_in_a_cache_of_generate_is_an_error_of_the_model() -> None:
+    model = model_that_overflows(MARK)
+    cache = PolicyCache(model, Plan.uniform("h2o", budget=12, buffer=4))
+    ids = torch.tensor([[5, 6, MARK] + [8, 9] * 20])
+    with pytest.raises(ModelError, match="NaN"):
+        model.generate(ids, **cache_argument(cache), max_new_tokens=8, do_sample=False)
+
+
+@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+def test_what_evict_stores_instead_of_numbers_is_blamed_on_it(what: float) -> None:
+    engine = Engine(MODEL, plan=Plan.uniform("h2o", Poisons(what), budget=8, buffer=4))
+    with pytest.raises(HookResultError) as caught:
+        engine.generate([[MARK, 2, 3, 4]], max_new_tokens=20).results()
+    assert (caught.value.policy, caught.value.hook) == ("poisons", "evict")
+
+
+@attrs.define(eq=False)
+class Stores:
+    """Stores what a function makes of the rows that stay, or assigns it to a track."""
+
+    make: Callable[[Tensor], object]
+    to_track: bool = False
+    tracks: ClassVar[tuple[str, ...]] = ("mine",)
+    ragged: ClassVar[bool] = True
+
+    @hookimpl
+    def score(self, keys: Tensor, tracks: Any) -> Tensor:
+        if self.to_track:
+            tracks["mine"] = self.make(keys[..., 0])
+        return keys.double().norm(dim=-1)
+
+    @hookimpl
+    def evict(self, rows: Any, keep: Tensor) -> bool:
+        size = (*keep.shape, rows.keys.shape[3])
+        made = None if self.to_track else self.make(torch.ones(size, dtype=rows.keys.dtype))
+        rows.keep(keep, values=made)
+        return True
+
+
+WRONG: dict[str, Callable[[Tensor], object]] = {
+    "too many rows": lambda x: torch.cat([x, x[:, :, :2]], dim=2),
+    "too few rows": lambda x: x[:, :, 1:],
+    "one sequence for all": lambda x: x[:1] if len(x) > 1 else x[0],
+    "one head for all": lambda x: x[:, :1],
+    "whole numbers": lambda x: x.long(),
+    "truths": lambda x: x > 0,
+    "a number": lambda _: 1.0,
+    "complex numbers": lambda x: x.to(torch.complex128),
+}
+
+
+@pytest.mark.parametrize("to_track", [False, True])
+@pytest.mark.parametrize("heads", ["own", "shared"])
+@pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
+def test_only_numbers_of_the_right_size_are_stored(
+    make: Callable[[Tensor], object], heads: Any, to_track: bool
+) -> None:
+    plan = Plan.uniform(Stores(make, to_track), budget=8, buffer=4, heads=heads)
+    engine = Engine(MODEL, plan=plan, slots=2)
+    with pytest.raises(HookError) as caught:
+        engine.generate([[1, 2, 3] * 5, [4, 5, 6] * 5], max_new_tokens=9).results()
+    assert caught.value.policy == "stores"
+    assert caught.value.hook == ("score" if to_track else "evict")
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("heads", ["own", "shared"])
+def test_replacements_in_another_precision_are_stored(heads: Any) -> None:
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        plan = Plan.uniform(Stores(lambda x, d=dtype: x.to(d)), budget=8, buffer=4, heads=heads)  # type: ignore[misc]
+        found += Engine(MODEL, plan=plan).generate([[1, 2, 3] * 5], max_new_tokens=9).results()
+    assert found[0].tokens == found[1].tokens

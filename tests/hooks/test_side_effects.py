@@ -23,6 +23,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "select scores": lambda scores: scores.neg_(),
     "observe token_ids": lambda token_ids: token_ids.zero_(),
     "due num_rows": lambda num_rows: num_rows.zero_(),
+    "steer hidden_states": lambda hidden_states: hidden_states.zero_(),
 }
 
 
@@ -45,10 +46,11 @@ class SetsDefault:
         return torch.ones(positions.shape, dtype=torch.float32, device="cpu")
 
 
-def run(*stack: object) -> list[tuple[int, ...]]:
+def run(*stack: object, **options: bool) -> list[tuple[int, ...]]:
     plan = Plan.uniform(*stack, budget=6, buffer=2)
     prompts = [[1, 2, 3] * 5, [4, 5]]
-    results = Engine(shared_model(), None, plan).generate(prompts, max_new_tokens=12).results()
+    engine = Engine(shared_model(), None, plan, **options)
+    results = engine.generate(prompts, max_new_tokens=12).results()
     return [result.tokens for result in results]
 
 
@@ -76,4 +78,7 @@ def test_an_argument_that_is_changed_in_place_is_named(
     writer = type("Writer", (), {hook: hookimpl(namespace[hook])})()
     message = rf"'writer'.*'{argument}'"
     with pytest.raises(HookResultError, match=message):
-        run("h2o", writer, Bystander())
+        run("h2o", writer, Bystander(), eager=False)
+    if hook == "steer":
+        with pytest.raises(HookResultError, match=message):
+            run("h2o", writer, Bystander(), eager=True)

@@ -207,6 +207,20 @@ class Eviction:
 
 
 @attrs.define(eq=False)
+class ValuesOfOneRow:
+    """Replaces the values of all rows by those of the first."""
+
+    @hookimpl
+    def score(self, keys: Tensor) -> Tensor:
+        return key_lengths(keys)
+
+    @hookimpl
+    def evict(self, rows: LayerRows, keep: Tensor) -> bool:
+        rows.keep(keep, values=rows.values[:, :, :1])
+        return True
+
+
+@attrs.define(eq=False)
 class TracksInPlace:
     """Counts compactions in a track in place, which is lost if the tensor is a copy."""
 
@@ -513,7 +527,7 @@ BROKEN: dict[str, list[type]] = defaultdict(
     list,
     {
         "building": [Building, NoThreshold],
-        "answers": [Answers],
+        "answers": [Answers, ValuesOfOneRow],
         "sizes": [Sizes],
         "grouped_queries": [GroupedQueries],
         "prompts": [Prompts],

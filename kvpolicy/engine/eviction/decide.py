@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.rows import Tracks
+from kvpolicy.cache.rows import Tracks, checked_numbers
 from kvpolicy.cache.softmax import observed_weights
 from kvpolicy.engine.eviction.choice import final_scores
 from kvpolicy.errors import BudgetError, KVPolicyError
@@ -270,7 +270,8 @@ class _Rows:
         return self.numbers[name]
 
     def set_track(self, name: str, values: Tensor) -> None:
-        self.numbers[name] = values
+        like = self.numbers[name]
+        self.numbers[name] = checked_numbers(f"track '{name}' was given", values, like.shape, like)
 
     def _tensor(self, name: str) -> Tensor:
         tensor: Tensor | None = getattr(self._given, name)

@@ -9,7 +9,7 @@ the sequences that it concerns.
 """
 
 from collections import abc, defaultdict
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
@@ -175,11 +175,22 @@ class Eviction:
         if len(layers) > 1 and self._compact_together(layers):
             return
         for layer in layers:
-            chosen = _going_on(layer)
-            if chosen:
-                rows, late = self._rows(chosen), self._late_checks(chosen)
-                with self._covering(chosen):
-                    self._evict(chosen, rows, self._choose(chosen, rows, late), late)
+            self._compact_layer(_going_on(layer))
+
+    def _compact_layer(self, due: list[DueSlot]) -> None:
+        """Compact slots of one layer."""
+        if not due:
+            return
+        rows, late = self._rows(due), self._late_checks(due)
+        names = due[0].stack.tracks if len(due) > 1 else ()
+        tracks = {name: rows.track(name).clone() for name in names}
+        with self._covering(due):
+            self._evict(due, rows, self._choose(due, rows, late), late)
+            return
+        if going := _going_on(due):  # the model has failed for others of the call
+            for name, numbers in tracks.items():
+                rows.set_track(name, numbers)
+            self._compact_layer(going)
 
     def _compact_together(self, layers: list[list[DueSlot]]) -> bool:
         """Compact slots of several layers; if a policy fails to choose, nothing, and false."""
@@ -204,6 +215,8 @@ class Eviction:
                 own = kept[[layer.index(one) for one in chosen]] if chosen != layer else kept
                 with self._covering(chosen):
                     self._evict(chosen, self._rows(chosen), own, self._late_checks(chosen))
+                    continue
+                self._compact_layer(_going_on(chosen))
         return True
 
     def _late_checks(self, due: list[DueSlot]) -> LateChecks | None:
@@ -227,8 +240,23 @@ class Eviction:
         rows.budget = due[0].budget
         return rows
 
-    def _covering(self, due: list[DueSlot]) -> AbstractContextManager[None]:
-        return self._errors.covering([one.sequence for one in due])
+    @contextmanager
+    def _covering(self, due: list[DueSlot]) -> abc.Iterator[None]:
+        """Call hooks for slots in a block, which ends where one fails.
+
+        What policies make of NaN is no failure of theirs if it is the model's own: then the
+        sequences whose logits show it end, as they would at their next token.
+        """
+        sequences = [one.sequence for one in due]
+        with self._errors.covering(sequences):
+            try:
+                yield
+            except HookError:
+                lost = [seq for seq in sequences if seq.is_lost]
+                if not lost:
+                    raise
+                for seq in lost:
+                    seq.fail_without_token()
 
     def _choose(self, due: list[DueSlot], rows: LayerRows, late: LateChecks | None) -> Tensor:
         """Ask which rows stay, ``[B, H_kv, K]``, or a mask ``[B, H_kv, T]``."""

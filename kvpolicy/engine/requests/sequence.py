@@ -6,6 +6,7 @@ from collections import abc
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from kvpolicy.cache.static_step import Continuation
 from kvpolicy.engine.requests.detokenize import TextDecoder, decode
@@ -56,6 +57,7 @@ class Sequence:
         newest_after: Prefill forwards of the run before its newest token.
         processors: Change its logits before a token is chosen; ``None``: nothing does.
         sampling: How its tokens are drawn from the logits.
+        largest: The largest logit after its newest prompt tokens, on the device.
         continuation: How decode steps continue it.
     """
 
@@ -90,6 +92,7 @@ class Sequence:
     newest_after: int = 0
     processors: SequenceProcessors | None = None
     sampling: Sampling = attrs.field()
+    largest: Tensor | None = None
     continuation: Continuation = attrs.field(init=False)
     _stop: Stop | None = None
     _decoder: TextDecoder | None = attrs.field(default=None, init=False)
@@ -168,6 +171,26 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.max_new_tokens:
             self.finish_reason = "length"
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the model's own numbers are NaN or infinity, as its logits show; reads one."""
+        return self.largest is not None and not bool(self.largest.isfinite())
+
+    def fail_without_token(self) -> None:
+        """End it with an error, since its logits name no likeliest token."""
+        begin = f"the logits after {len(self.tokens)} generated tokens"
+        error = (
+            f"{begin} hold NaN or infinity, so no token is the likeliest; load the model in "
+            "another precision, such as float32, and check its weights and the policies that "
+            "steer it"
+        )
+        if self.processors is not None and not self.is_lost:
+            error = (
+                f"{begin} leave no token: they hold NaN or infinity, or the generation config of "
+                "the model, such as its suppress_tokens, rules out every token"
+            )
+        self.fail(error)
 
     def fail(self, error: str) -> None:
         """End it with an error; no effect if it has ended already."""
