@@ -239,8 +239,7 @@ class BindCheck:
         """What is wrong, or ``None``; the weights are put back."""
         changed = False
         for tensor, version, copy in self._before:
-            # Bits, as weights may be NaN; torch counts no writes through .data, numpy or DLPack.
-            if tensor._version != version or not torch.equal(_bits(tensor), _bits(copy)):
+            if tensor._version != version or not _same_bits(tensor, copy):
                 changed = True
                 with torch.no_grad():
                     tensor.copy_(copy)
@@ -249,8 +248,15 @@ class BindCheck:
         return None
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
+def _same_bits(weight: Tensor, copy: Tensor) -> bool:
+    """Whether a weight, which may be NaN, is as it was.
+
+    torch counts no writes through ``.data``, numpy, DLPack or the storage.
+    """
+    if weight.is_meta:
+        return True
+    found, expected = (one.contiguous().view(torch.uint8) for one in (weight, copy))
+    return torch.equal(found, expected)
 
 
 def mark_problem(
