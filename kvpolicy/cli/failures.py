@@ -169,7 +169,7 @@ def _sentence(error: BaseException, stdout_problem: OSError | None) -> str | Non
     """What a user can correct; ``None`` for a defect."""
     if isinstance(error, KVPolicyError):
         return str(error)
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return (
             "there is not enough memory; give a smaller --budget, --buffer, --slots or "
             "--max-new-tokens, or a smaller model"
@@ -188,7 +188,8 @@ def _sentence(error: BaseException, stdout_problem: OSError | None) -> str | Non
     return None
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory cannot be had."""
     # torch raises plain RuntimeErrors for memory of the CPU.
     is_torch = type(error).__name__ == "OutOfMemoryError"
     return isinstance(error, MemoryError) or is_torch or "DefaultCPUAllocator" in str(error)

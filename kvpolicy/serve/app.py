@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -43,11 +44,13 @@ def create_app(service: Service, metrics: Metrics | None = None) -> ASGIApp:
     """
     model = service.model
     metrics = metrics or Metrics(model)
+    parser = ThreadPoolExecutor(1, "kvpolicy-parse")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as running:
             running.callback(service.encoder.close)
+            running.callback(parser.shutdown, wait=False)
             if model.prefix_store is not None:  # after the engines have ended
                 running.push_async_callback(asyncio.to_thread, model.prefix_store.flush)
             for plan in model.plans:
@@ -68,7 +71,7 @@ def create_app(service: Service, metrics: Metrics | None = None) -> ASGIApp:
             Exception: _answer_defect,
         },
     )
-    app.include_router(_generation(service))
+    app.include_router(_generation(service, parser))
     app.include_router(_models(model))
     app.include_router(_operation(service, metrics))
     app.include_router(page_router(model))
@@ -87,7 +90,7 @@ async def _answer_defect(request: Request, _: Exception) -> Response:
     return answer_to_defect(request.state.record).response()
 
 
-def _generation(service: Service) -> APIRouter:
+def _generation(service: Service, parser: Executor) -> APIRouter:
     class BodyRoute(APIRoute):
         """Reads bodies as `JsonRequest` does."""
 
@@ -97,7 +100,7 @@ def _generation(service: Service) -> APIRouter:
             async def read(request: Request) -> Response:
                 given = JsonRequest(request.scope, request.receive)
                 request.state.record.outcome = "invalid"  # unless its body is read and checked
-                given.settings = service.settings
+                given.settings, given.parser = service.settings, parser
                 return await handler(given)
 
             return read

@@ -84,7 +84,8 @@ StopIds = Annotated[list[int], Field(max_length=64, fail_fast=True)]
 def _whole(value: Any) -> Any:
     """Numbers without a fraction as integers, as JSON does not tell 5.0 from 5."""
     if isinstance(value, list):
-        return [_whole(one) for one in value]
+        # A long prompt may have a million token ids.
+        return value if {*map(type, value)} <= {int, str} else [_whole(one) for one in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -245,7 +246,7 @@ def _prompts(value: Any) -> Any:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int for one in value)
+    return isinstance(value, list) and {*map(type, value)} <= {int}
 
 
 def _list_of_prompts(most: int) -> Schema:

@@ -55,6 +55,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         try:
+            _check_length(scope)
             self._check_host(scope)
             self._check_key(scope)
             self._check_number(scope)
@@ -92,6 +93,13 @@ class Guard:
         if scheme.lower() != b"bearer" or not any(found):
             message = "this server needs a key: send the header Authorization: Bearer KEY"
             raise ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+
+
+def _check_length(scope: Scope) -> None:
+    """Refuse a body of two lengths: a proxy may see the other one, and a request behind it."""
+    if _values(scope, b"transfer-encoding") and _values(scope, b"content-length"):
+        message = "the headers Content-Length and Transfer-Encoding exclude each other; send one"
+        raise ApiError(400, message)
 
 
 def _values(scope: Scope, name: bytes) -> list[bytes]:

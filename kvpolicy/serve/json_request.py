@@ -1,6 +1,7 @@
 """Bodies are read with limits on size, time and type before they are parsed."""
 
 import asyncio
+from concurrent.futures import Executor
 from email.message import Message as Headers
 from typing import Any
 
@@ -11,15 +12,19 @@ from kvpolicy.files import parse_json
 from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.settings import ServerSettings
 
+_SMALL = 64 << 10  # bytes that are parsed within a millisecond or two
+
 
 class JsonRequest(Request):
     """A request whose body is read with limits, and is JSON that every reader understands alike.
 
     Attributes:
         settings: The limits.
+        parser: A thread that parses large bodies, one after another, so that streams go on.
     """
 
     settings: ServerSettings
+    parser: Executor
     _content: bytes | None = None
 
     async def body(self) -> bytes:
@@ -45,8 +50,12 @@ class JsonRequest(Request):
         Raises:
             ApiError: It is not JSON, or has a key twice, or is nested too deeply.
         """
+        content = await self.body()
         try:
-            return parse_json(await self.body())
+            if len(content) <= _SMALL:
+                return parse_json(content)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self.parser, parse_json, content)
         except ValueError as error:
             raise ApiError(400, f"the body cannot be read: {error}", code="invalid_json") from error
 

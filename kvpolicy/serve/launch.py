@@ -8,8 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from kvpolicy.cli.failures import is_out_of_memory
+from kvpolicy.cli.output import format_bytes
 from kvpolicy.engine.async_engine import AsyncEngine
 from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.plan.plan import Plan
@@ -124,20 +127,42 @@ def served_model(
         )
         max_len, max_prompt_len = _lengths(engine.adapter.max_positions, settings)
         log = EngineLog(plan_name)
-        running = AsyncEngine(
-            engine,
-            max_len=max_len,
-            max_prompt_len=max_prompt_len,
-            kv_memory=None if kv_memory is None else kv_memory // len(plans),
-            max_waiting=max_waiting,
-            listener=log,
-        )
+        try:
+            running = AsyncEngine(
+                engine,
+                max_len=max_len,
+                max_prompt_len=max_prompt_len,
+                kv_memory=None if kv_memory is None else kv_memory // len(plans),
+                max_waiting=max_waiting,
+                listener=log,
+            )
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise _too_large(plan_name, engine, max_len, max_prompt_len) from error
         model_id = name if len(plans) == 1 else f"{name}:{plan_name}"
         most = running.stats.slots + max_waiting
         served.append(
             ServedPlan(plan_name, model_id, engine, running, log, max_len, max_prompt_len, most)
         )
     return ServedModel(name, tokenizer, served, prefix_store, aliases)
+
+
+def _too_large(plan: str, engine: Engine, max_len: int, max_prompt_len: int) -> KVPolicyError:
+    wanted = footprint(
+        engine.plan,
+        engine.adapter,
+        slots=engine.num_slots,
+        longest=max_len,
+        longest_prompt=max_prompt_len,
+    )
+    msg = (
+        f"plan '{plan}' needs {format_bytes(wanted.num_bytes)} for {engine.num_slots} sequences of "
+        f"up to {max_len:,} tokens, and there is not so much memory; give --max-prompt-tokens with "
+        "--max-new-tokens for shorter ones, fewer --slots, --kv-memory BYTES for as many as fit, "
+        "or a smaller --budget"
+    )
+    return KVPolicyError(msg)
 
 
 def _lengths(positions: int, settings: ServerSettings) -> tuple[int, int]:

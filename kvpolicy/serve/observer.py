@@ -33,8 +33,10 @@ class Observer:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = Record(_request_id(scope))
+        record, method = Record(_request_id(scope)), scope["method"]
         scope.setdefault("state", {})["record"] = record
+        if method == "HEAD":  # the answer to GET; its body is not sent
+            scope = {**scope, "method": "GET"}
         status = 0
         is_read = not _has_body(scope)
 
@@ -64,7 +66,7 @@ class Observer:
             log(
                 "request",
                 request_id=record.id,
-                method=scope["method"],
+                method=method,
                 path=_known_path(scope),
                 status=status,
                 elapsed_s=round(record.elapsed_s, 6),

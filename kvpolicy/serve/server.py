@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import uvicorn
@@ -25,6 +25,7 @@ from kvpolicy.serve.service import Service
 from kvpolicy.serve.settings import ServerSettings
 
 KEEP_ALIVE_S = 10
+HALF_CLOSED_S = 0.5  # for an answer to a client that has closed its side of the connection
 MAX_HEAD = 16 << 10  # bytes of the first line and the headers
 _FLUSH_S = 5  # for what has been generated to reach the clients, at the end
 
@@ -136,13 +137,19 @@ class Server(uvicorn.Server):
 
 
 def _protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
+    idle: dict[asyncio.Protocol, None] = {}  # without a request, the longest first
+
     class TimedProtocol(H11Protocol):
         """A connection that ends if its client sends no request, or reads no answer, for a time."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            if len(self.connections) > settings.max_connections:
+                # The newest itself, if all others have a request.
+                cast("TimedProtocol", next(iter(idle), self)).transport.abort()
             self._head = _Timer(self.loop, settings.head_timeout_s, self.transport.close)
             self._write = _Timer(self.loop, settings.write_timeout_s, self.transport.abort)
+            self._half = _Timer(self.loop, HALF_CLOSED_S, self.transport.close)
             self._await_head()
 
         def data_received(self, data: bytes) -> None:
@@ -151,7 +158,19 @@ def _protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
+            if self._half.runs:
+                self.transport.close()
             self._await_head()
+
+        def eof_received(self) -> bool:  # type: ignore[override]  # as asyncio has it
+            """Whether the client, which sends nothing more, may still read an answer.
+
+            Most have gone; what they have asked for is cancelled after a moment.
+            """
+            if self.cycle is None or self.cycle.response_complete:
+                return False
+            self._half.start()
+            return True
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -164,14 +183,18 @@ def _protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._head.stop()
             self._write.stop()
+            self._half.stop()
+            idle.pop(self, None)
             super().connection_lost(exc)
 
         def _await_head(self) -> None:
             """Run a timer while the head of a request is not complete."""
             if self.conn.their_state is IDLE and not self.transport.is_closing():
                 self._head.start()
+                idle.setdefault(self)
             else:
                 self._head.stop()
+                idle.pop(self, None)
 
     return TimedProtocol
 
@@ -184,6 +207,11 @@ class _Timer:
     ) -> None:
         self._loop, self._seconds, self._call = loop, seconds, call
         self._handle: asyncio.TimerHandle | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether it waits."""
+        return self._handle is not None
 
     def start(self) -> None:
         """Begin to wait, if it does not yet."""

@@ -1,13 +1,30 @@
 """What a server allows its clients."""
 
+import sys
+
 import attrs
+
+if sys.platform != "win32":
+    import resource
 
 KEYS = "KVPOLICY_API_KEY"  # environment variable with the keys, with spaces between
 
 MAX_BODY = 2 << 20
 MAX_REQUESTS = 256
+MAX_CONNECTIONS = 1024
 REQUEST_TIMEOUT_S = 600.0
 SHUTDOWN_TIMEOUT_S = 30.0
+_OTHER_FILES = 128  # that a process has open beside its connections
+
+
+def most_connections() -> int:
+    """As many as the process may have open files for, up to a thousand."""
+    if sys.platform == "win32":
+        return MAX_CONNECTIONS
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, max(soft - _OTHER_FILES, soft // 2))
 
 
 @attrs.frozen
@@ -20,6 +37,7 @@ class ServerSettings:
         hosts: Names by which clients may call the server, without ports; ``None``: any.
         max_body: The largest body of a request, in bytes.
         max_requests: The most requests that are answered at the same time, of all kinds.
+        max_connections: The most connections; one more ends that which has been idle longest.
         max_prompt_tokens: The longest prompt; ``None``: what the model has positions for.
         max_new_tokens: The most tokens that a client may ask for; ``None``: the same.
         request_timeout_s: Seconds after which a request ends, from its arrival.
@@ -34,6 +52,7 @@ class ServerSettings:
     hosts: frozenset[str] | None = None
     max_body: int = MAX_BODY
     max_requests: int = MAX_REQUESTS
+    max_connections: int = attrs.field(factory=most_connections)
     max_prompt_tokens: int | None = None
     max_new_tokens: int | None = None
     request_timeout_s: float = REQUEST_TIMEOUT_S

@@ -221,6 +221,11 @@ def test_memory_for_the_cache_says_how_many_slots_there_are() -> None:
         pass
 
 
+def test_a_cache_that_no_memory_can_hold_is_refused_with_what_makes_it_smaller() -> None:
+    with pytest.raises(KVPolicyError, match="--max-prompt-tokens"), serving(slots=10**9):
+        pass
+
+
 # Keys and hosts
 
 KEYS = ("first-key", "second-key")

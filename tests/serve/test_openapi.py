@@ -47,7 +47,7 @@ PATHS: dict[str, tuple[str, dict[str, list[Any]]]] = {
     "/v1/completions": (
         "prompt",
         {
-            "prompt": ["a", ["a", "b"], [5, 6.0], [[5], [6, 7]], [], [[]], "a\0", [-1], [5, "a"], 3],
+            "prompt": ["a", ["a", "b"], [5, 6.0], [[5], [6, 7]], [], [[]], "a\0", [-1], [5, "a"]],
             "logprobs": [0, 2, None, 21, -1, True],
             "suffix": ["", None, "a"],
             **ALIKE,
