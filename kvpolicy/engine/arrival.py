@@ -27,6 +27,7 @@ class Arrivals:
         max_len: The most tokens of a sequence, prompt and generation together; ``None``: the
             model's positions.
         max_prompt_len: The most tokens of a prompt; ``None``: any number.
+        longest_kept: Tokens of a sequence of which the plan evicts no row; ``None``: any number.
     """
 
     adapter: ModelAdapter
@@ -36,6 +37,7 @@ class Arrivals:
     clock: abc.Callable[[], float]
     max_len: int | None = None
     max_prompt_len: int | None = None
+    longest_kept: int | None = None
 
     def sequence_of(self, request: Request) -> Sequence:
         """The sequence of a request, without a number.
@@ -62,14 +64,16 @@ class Arrivals:
         seen = num_before if snapshot is None else snapshot.seq_len
         if problem := adapter.growth_problem(seen, most - 1):
             raise RequestError(problem)
+        if request.prompt_logprobs is not None:
+            self._check_prompt_logprobs(len(prompt), resumed=snapshot is not None)
         if request.deadline_s is not None and adapter.processes.num_processes > 1:
             msg = (
                 "the processes that share the model would not agree on when the deadline has "
                 "passed; leave out deadline_s"
             )
             raise RequestError(msg)
-        if not request.stop and self.rules.stop_strings:
-            request = attrs.evolve(request, stop=self.rules.stop_strings)
+        if (stop := self.stop_strings_of(request)) != request.stop:
+            request = attrs.evolve(request, stop=stop)
         if request.stop and self.tokenizer is None:
             msg = "stop strings need a tokenizer, and the engine has none; use stop_ids"
             raise RequestError(msg)
@@ -123,6 +127,26 @@ class Arrivals:
         if draws:  # they have done all but the drawing
             sampling = Sampling(1.0, seed=sampling.seed)
         return (SequenceProcessors(made, max_len) if made else None), sampling
+
+    def stop_strings_of(self, request: Request) -> tuple[str, ...]:
+        """The stop strings of a request: its own, or those of the generation config."""
+        return request.stop or self.rules.stop_strings
+
+    def _check_prompt_logprobs(self, num_prompt: int, *, resumed: bool) -> None:
+        if resumed:
+            msg = (
+                "the log-probabilities of a prompt that follows a snapshot are not known; leave "
+                "out prompt_logprobs"
+            )
+            raise RequestError(msg)
+        if self.longest_kept is not None and num_prompt > self.longest_kept:
+            msg = (
+                f"the log-probabilities of a prompt of {num_prompt} tokens are asked for, and this "
+                f"plan keeps {self.longest_kept} rows: they are computed before rows are evicted, "
+                "so they would be those of a full cache; ask a plan without a budget, or score "
+                "texts with kvpolicy lm-eval or the task perplexity"
+            )
+            raise RequestError(msg)
 
     @property
     def _most_tokens(self) -> int:

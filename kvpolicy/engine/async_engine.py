@@ -96,7 +96,7 @@ class RequestStream:
         tokenizer = run.tokenizer
         self._pieces: TextPieces | None = None
         if tokenizer is not None:
-            self._pieces = TextPieces(tokenizer, request.stop, request.continued)
+            self._pieces = TextPieces(tokenizer, run.stop_strings_of(request), request.continued)
         self._is_over = False
         self._cancel = weakref.finalize(self, _cancel, run, number, unread)
         self._cancel.atexit = False

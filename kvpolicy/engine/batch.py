@@ -24,6 +24,7 @@ from kvpolicy.engine.eviction.marker import Marker
 from kvpolicy.engine.eviction.observer import Observer
 from kvpolicy.engine.eviction.probing import Prober
 from kvpolicy.engine.requests.isolation import ErrorScope
+from kvpolicy.engine.requests.logprobs import Measured
 from kvpolicy.engine.requests.sampler import has_processors
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.reuse.resuming import Resuming
@@ -37,6 +38,9 @@ from kvpolicy.model.graphs import GraphRunner
 from kvpolicy.model.static_forward import Compiled, StaticForward, static_forward
 from kvpolicy.plan.resolved import ResolvedPlan
 from kvpolicy.state import Bound, Memory, RegisterFile
+
+# Logits that a prefill forward has at most, if those after all of its tokens are wanted.
+_MOST_LOGITS = 2**26
 
 # Receives the logits after the newest token of some sequences, ``[B, V]``.
 OnLogits = abc.Callable[[abc.Sequence[Sequence], Tensor], None]
@@ -107,6 +111,7 @@ class RunningBatch:
         self._tokenizer = tokenizer
         self._chunk = min(chunk, max_tokens_per_forward)
         self._max_tokens_per_forward = max_tokens_per_forward
+        self._max_tokens_measured = max(_MOST_LOGITS // adapter.vocab_size, 1)
         self._steers = any(stack.is_steered(i) for i, stack in enumerate(stacks))
         self._forward: ForwardInput  # the last one begun, and its sequences
         self._served: list[Sequence] = []
@@ -320,6 +325,7 @@ class RunningBatch:
             step,
             None,
             self._observer.wants_states,
+            wants_logits=_is_measured(served),
             marking=self._marker.in_prefill(served),
         )
         return self._forward
@@ -341,6 +347,9 @@ class RunningBatch:
         for seq, largest in zip(served, logits.amax(dim=1), strict=True):
             seq.largest = largest
         complete = [row for row, seq in enumerate(served) if not self._num_left(seq)]
+        if self._forward.logits is not None:
+            self._measure_prompts(self._forward.logits)
+            self._forward.logits = None
         self.compactor.settle()
         if complete:
             on_logits([served[row] for row in complete], logits[complete])
@@ -532,16 +541,33 @@ class RunningBatch:
         """
         free = self.cache.num_free_rows([seq.slot for seq in sequences]).tolist()
         lengths: list[int] = []
+        most = self._max_tokens_per_forward
+        if _is_measured(sequences):
+            most = min(most, self._max_tokens_measured)
         width = 0  # of the forward: shorter chunks are padded
         for seq, num_free in zip(sequences, free, strict=True):
-            length = min(self._num_left(seq), num_free, self._chunk)
+            length = min(self._num_left(seq), num_free, self._chunk, most)
             until_end = None if self._reuse is None else self._reuse.num_until_end(seq)
             length = length if until_end is None else min(length, until_end)
             width = max(width, length)
-            if width * (len(lengths) + 1) > self._max_tokens_per_forward:
+            if width * (len(lengths) + 1) > most:
                 break
             lengths.append(length)
         return lengths
+
+    def _measure_prompts(self, logits: Tensor) -> None:
+        """Note the log-probabilities of prompts, of logits ``[B, L, V]`` after a chunk."""
+        step = self._forward.step
+        assert isinstance(step, StepLayout), "prompts have no static steps"
+        for row, seq in enumerate(self._served):
+            if (num_top := seq.request.prompt_logprobs) is None:
+                continue
+            end = int(self.cache.seq_len[seq.slot])
+            known = logits[row, -int(step.lengths[row]) :]
+            tokens = torch.tensor(seq.prompt[end - len(known) + 1 : end + 1], device=logits.device)
+            if len(tokens):
+                wanted = {place: (place, num_top) for place in range(len(tokens))}
+                seq.prompt_logprobs += Measured(wanted, known, tokens).by_number.values()
 
     def _steer(self, token_ids: Tensor, layer_idx: int, states: Tensor) -> Tensor | None:
         """Ask the policies of a layer for a change to the states entering it, ``[B, M]``."""
@@ -574,3 +600,8 @@ class RunningBatch:
         for seq in group:
             num_pads = longest - len(seq.prompt)
             self.cache.num_pads[:, seq.slot] = [min(num_pads, most) for most in spare]
+
+
+def _is_measured(sequences: abc.Iterable[Sequence]) -> bool:
+    """Whether the log-probabilities of any of their prompts are wanted."""
+    return any(seq.request.prompt_logprobs is not None for seq in sequences)

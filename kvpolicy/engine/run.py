@@ -23,7 +23,7 @@ from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.request_queue import Clock, RequestQueue
 from kvpolicy.engine.requests.results import Events, HookFailure, Result, RunReport
 from kvpolicy.engine.requests.sampler import Sampler, has_processors, sample_next
-from kvpolicy.engine.requests.savings import evicted_in_prompt, nothing_evicted
+from kvpolicy.engine.requests.savings import evicted_in_prompt, longest_kept, nothing_evicted
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import KVPolicyError, RequestError, SnapshotError
@@ -103,6 +103,7 @@ class Run:
             self._clock,
             max_len,
             max_prompt_len,
+            longest_kept(engine.plan),
         )
         self._groups: deque[list[Sequence]] = deque()  # whose prompts are not all in
         self._num_prefills = 0
@@ -176,6 +177,10 @@ class Run:
             reused_tokens=self.batch.num_reused,
             **timings,
         )
+
+    def stop_strings_of(self, request: Request) -> tuple[str, ...]:
+        """The stop strings of a request: its own, or those of the model's generation config."""
+        return self._arrivals.stop_strings_of(request)
 
     def results(self) -> list[Result]:
         """Serve all remaining requests; results in the order of the prompts."""

@@ -35,7 +35,7 @@ class Stream:
         tokenizer, (request,) = self._run.tokenizer, self._run.requests
         pieces = None
         if tokenizer is not None:
-            pieces = TextPieces(tokenizer, request.stop, request.continued)
+            pieces = TextPieces(tokenizer, self._run.stop_strings_of(request), request.continued)
         while self.result is None:
             events = self._run.step()
             self.result = next(iter(events.results), None)

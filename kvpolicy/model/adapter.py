@@ -68,6 +68,8 @@ class ForwardInput:
         states: Hidden states after the final norm, ``[B, L, M]``, after the forward.
         run: Runs a static step.
         draws: Whether a static step draws the next tokens and counts the new rows.
+        wants_logits: Whether the logits after all new tokens are wanted.
+        logits: Logits after all new tokens, ``[B, L, V]``, after the forward.
         marking: Marks the new rows of the layers named in `ModelAdapter.add_hooks`.
         attention_input: What enters the attention of the layer under way, ``[B, L, M]``, if its
             rows are marked.
@@ -80,6 +82,8 @@ class ForwardInput:
     states: Tensor | None = None
     run: StaticForward = static_forward
     draws: bool = False
+    wants_logits: bool = False
+    logits: Tensor | None = None
     marking: Marking | None = None
     attention_input: Tensor | None = None
 
@@ -332,6 +336,8 @@ class ModelAdapter:
             msg = f"model {type(self.model).__name__} cannot be run: it gives no logits of tokens"
             raise ModelError(msg)
         step.commit()
+        if given.wants_logits:
+            given.logits = output.logits
         return output.logits[:, -1], given.states
 
     def _run(
@@ -347,7 +353,7 @@ class ModelAdapter:
                 input_ids=tokens,
                 position_ids=positions,
                 use_cache=True,
-                logits_to_keep=1,
+                logits_to_keep=0 if given.wants_logits else 1,
                 kvpolicy_forward=given,
                 **cache_argument(cache),
             )

@@ -274,6 +274,18 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts), WithJsonSchema(_PROMPT)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool = False
+
+    @field_validator("echo", mode="before")
+    @classmethod
+    def _no_echo(cls, value: Any) -> Any:
+        return False if value is None else value
+
+    @model_validator(mode="after")
+    def _echoes_at_once(self) -> "CompletionBody":
+        if self.echo and self.stream:
+            _refuse("echo", "echo needs stream: false")
+        return self
 
     @model_validator(mode="after")
     def _one_is_watched(self) -> "CompletionBody":

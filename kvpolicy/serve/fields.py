@@ -103,7 +103,6 @@ REQUEST: Mapping[str, Unserved] = {
         ([],), where=("tool_choice", "none"), instead='send "tool_choice": "none" with it'
     ),
     # What an answer has
-    "echo": _only(False),
     "prompt_logprobs": _NONE,
     "return_token_ids": _only(False, instead=_TOKEN_IDS),
     "return_tokens_as_token_ids": _only(False, instead=_TOKEN_IDS),
@@ -129,6 +128,7 @@ CHAT: Mapping[str, Unserved] = {
     "audio": _NONE,
     "chat_template": _only(instead="chat_template_kwargs are for the variables of the model's own"),
     "documents": _only([], instead="put them into a message"),
+    "echo": _only(False),
     "include_reasoning": _only(True),
     "modalities": _only(["text"]),
     "moderation": _NONE,

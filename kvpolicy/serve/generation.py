@@ -33,11 +33,13 @@ class Limits:
         max_new_tokens: The most tokens of each choice.
         deadline_s: Seconds until it ends without an answer.
         logprobs: See `Request.logprobs`.
+        prompt_logprobs: See `Request.prompt_logprobs`.
     """
 
     max_new_tokens: int
     deadline_s: float
     logprobs: int | None
+    prompt_logprobs: int | None = None
 
 
 def requests_of(
@@ -72,6 +74,7 @@ def requests_of(
             min_new_tokens=body.min_tokens,
             deadline_s=limits.deadline_s,
             logprobs=limits.logprobs,
+            prompt_logprobs=limits.prompt_logprobs,
             snapshot=snapshot,
             include_stop=body.include_stop_str_in_output,
         )

@@ -27,7 +27,7 @@ class CompletionLogprobs:
         self._text = TextDecoder(model.tokenizer)
         self._offset = 0
 
-    def of(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def of(self, logprobs: Sequence[TokenLogprobs], first: int | None = None) -> dict[str, Any]:
         """What an answer has for the next tokens.
 
         ``top_logprobs`` has a text once: of several tokens with equal texts, the likeliest. The
@@ -36,12 +36,16 @@ class CompletionLogprobs:
 
         Args:
             logprobs: Those of the tokens.
+            first: A token before them that begins a prompt, and has none.
         """
+        begin = [] if first is None else [first]
+        unknown = [None for _ in begin]
+        tokens = [*begin, *(one.token for one in logprobs)]
         return {
-            "tokens": [self._shown(one.token) for one in logprobs],
-            "token_logprobs": [_finite(one.logprob) for one in logprobs],
-            "top_logprobs": [self._top(one) for one in logprobs],
-            "text_offset": [self._offset_of(one.token) for one in logprobs],
+            "tokens": [self._shown(token) for token in tokens],
+            "token_logprobs": [*unknown, *(_finite(one.logprob) for one in logprobs)],
+            "top_logprobs": [*unknown, *(self._top(one) for one in logprobs)],
+            "text_offset": [self._offset_of(token) for token in tokens],
         }
 
     def _shown(self, token: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from kvpolicy.engine.async_engine import Chunk
+from kvpolicy.engine.requests.detokenize import decode
 from kvpolicy.engine.requests.logprobs import TokenLogprobs
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.serve.bodies import ChatBody, CompletionBody
@@ -188,14 +189,38 @@ class CompletionReply(Reply):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, body: CompletionBody | ChatBody, model: ServedModel, plan: ServedPlan
+        self,
+        body: CompletionBody,
+        model: ServedModel,
+        plan: ServedPlan,
+        echoed: Sequence[tuple[int, ...]] | None,
     ) -> None:
-        """Begin an answer, see `Reply`."""
+        """Begin an answer.
+
+        Args:
+            body: What was asked.
+            model: The model that answers.
+            plan: The plan that serves it.
+            echoed: Tokens of the prompts, if texts begin with them.
+        """
         super().__init__(body, model, plan)
+        self._echoed = echoed
+        self._prompts = body.prompt
         self._logprobs_of: dict[int, CompletionLogprobs] = {}
 
     def _choice(self, index: int, result: Result) -> dict[str, Any]:
-        return {"text": result.text, "logprobs": self._logprobs(index, result.logprobs)}
+        text, logprobs = result.text or "", result.logprobs
+        if self._echoed is None:
+            return {"text": text, "logprobs": self._logprobs(index, logprobs)}
+        number = index // self._body.n
+        given, prompt = self._prompts[number], self._echoed[number]
+        tokenizer = self._model.tokenizer
+        before = given if isinstance(given, str) else decode(tokenizer, prompt)
+        text = f"{before}{_space_between(prompt, result.tokens, tokenizer)}{text}"
+        if logprobs is None or result.prompt_logprobs is None:
+            return {"text": text, "logprobs": None}
+        known = [*result.prompt_logprobs, *logprobs]
+        return {"text": text, "logprobs": CompletionLogprobs(self._model).of(known, prompt[0])}
 
     def _piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
         return {"text": chunk.text, "logprobs": self._logprobs(index, chunk.logprobs)}
@@ -239,3 +264,10 @@ class ChatReply(Reply):
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
         return None if logprobs is None else chat_logprobs(self._model, logprobs)
+
+
+def _space_between(prompt: Sequence[int], answer: Sequence[int], tokenizer: Any) -> str:
+    """What an answer begins with after its prompt, and lacks alone."""
+    before, alone = decode(tokenizer, prompt), decode(tokenizer, answer)
+    both = decode(tokenizer, [*prompt, *answer])
+    return both[len(before) : len(both) - len(alone)]

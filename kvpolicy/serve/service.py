@@ -81,8 +81,13 @@ class Service:
         most = self._most_tokens(
             plan, prompts, body.max_tokens, DEFAULT_COMPLETION_TOKENS, param="prompt"
         )
-        limits = Limits(most, self._time_left(record), body.logprobs)
-        reply = CompletionReply(body, self.model, plan)
+        limits = Limits(
+            most,
+            self._time_left(record),
+            body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
+        reply = CompletionReply(body, self.model, plan, prompts if body.echo else None)
         return await self._answer(http, body, prompts, limits, reply, plan)
 
     async def chat(self, http: HttpRequest, body: ChatBody) -> Response:

@@ -7,8 +7,10 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from serving import Running, break_next_step, plans_of, serving
 from tiny import byte_tokenizer, tiny_model, tiny_tokenizer
+from tokenizer_kinds import KINDS
 
 from kvpolicy import Engine
 from kvpolicy.engine.requests.request import Request, Sampling
@@ -125,6 +127,76 @@ def test_a_request_without_a_seed_draws_another_one(server: Running) -> None:
         for _ in range(4)
     }
     assert len(texts) == 4, "the default temperature is 1"
+
+
+def test_an_echo_has_the_prompt_and_its_logprobs(server: Running) -> None:
+    """As lm-evaluation-harness scores continuations, by the log-probabilities of their tokens."""
+    contexts, ends = [[5, 9, 40], [7]], [[2, 2, 7], [11, 4]]
+    prompts = [[*context, *end] for context, end in zip(contexts, ends, strict=True)]
+    body = {"model": "tiny", "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+    found = server.client().completions.create(prompt=prompts, **body)
+    model, tokenizer = server.plan.engine.adapter.model, server.model.tokenizer
+    for choice, prompt, end in zip(found.choices, prompts, ends, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            expected = model(ids).logits[0].log_softmax(dim=-1)
+        likeliest = expected.argmax(dim=-1).tolist()
+        measured = choice.logprobs
+        assert measured is not None
+        scores = measured.token_logprobs[len(prompt) - len(end) : -1]
+        places = range(len(prompt) - len(end), len(prompt))
+        assert scores == pytest.approx([float(expected[p - 1, prompt[p]]) for p in places])
+        tops = measured.top_logprobs[len(prompt) - len(end) : -1]
+        is_greedy = [max(top.values()) == score for top, score in zip(tops, scores, strict=True)]
+        assert is_greedy == [likeliest[p - 1] == prompt[p] for p in places]
+        assert measured.token_logprobs[0] is measured.top_logprobs[0] is None
+        texts = measured.tokens
+        assert texts == [tokenizer.decode([one]) for one in [*prompt, likeliest[-1]]]
+        assert choice.text == "".join(texts)
+        assert measured.text_offset == [len("".join(texts[:n])) for n in range(len(texts))]
+
+
+def test_an_echo_needs_no_logprobs_and_goes_with_choices(server: Running) -> None:
+    create = server.client().completions.create
+    options = {"model": "tiny", "prompt": PROMPTS[:2], "n": 2, "seed": 3, "max_tokens": 9}
+    plain, echoed = create(**options), create(**options, echo=True)
+    prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]]
+    for prompt, one, other in zip(prompts, plain.choices, echoed.choices, strict=True):
+        assert other.text == prompt + one.text
+        assert other.logprobs is None
+
+
+UNECHOED = [{"stream": True}, {"model": "tiny:h2o", "prompt": PROMPTS[2], "logprobs": 0}]
+
+
+@pytest.mark.parametrize("change", UNECHOED, ids=str)
+def test_an_echo_that_cannot_be_right_is_refused(server: Running, change: dict[str, Any]) -> None:
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 2, "echo": True, **change}
+    with pytest.raises(openai.BadRequestError):
+        server.client().completions.create(**body)
+
+
+def test_an_echo_is_one_text_with_its_answer() -> None:
+    tokenizer = KINDS["Llama"]()
+    model = tiny_model(num_layers=1, vocab=len(tokenizer))
+    with serving(plans_of(full=0), model=model, tokenizer=tokenizer) as running:
+        found = running.client().completions.create(
+            model="tiny",
+            prompt=["one", "the 한국"],
+            max_tokens=12,
+            n=4,
+            temperature=2,
+            seed=1,
+            echo=True,
+            logprobs=0,
+            extra_body=WITH_IDS,
+        )
+    for choice in found.choices:
+        prompt = tokenizer("one" if choice.index < 4 else "the 한국")["input_ids"]
+        ids = [*prompt, *choice.model_extra["token_ids"]]
+        assert choice.text == tokenizer.decode(ids, skip_special_tokens=True)
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.tokens) == len(ids)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -282,7 +354,6 @@ REFUSED: list[dict[str, Any]] = [
     {"stop": "a" * 257},
     {"logprobs": 21},
     {"logprobs": True},
-    {"echo": True},
     {"suffix": "end"},
     {"best_of": 2},
     {"tools": [{"type": "function"}]},

@@ -178,6 +178,8 @@ class Request:
             runs; ``None``: it has no deadline. It is checked before every step.
         logprobs: Asks for `Result.logprobs`: the log-probability of each token, and those of so
             many of the likeliest tokens at its place. ``None``: not wanted.
+        prompt_logprobs: Asks for `Result.prompt_logprobs` likewise; refused where the plan evicts
+            rows of as many tokens, as they are computed before rows are evicted.
         include_stop: Whether the text of the result has the stop string that has ended it.
     """
 
@@ -198,6 +200,9 @@ class Request:
         default=None, validator=optional(_at_least(0)), kw_only=True
     )
     logprobs: int | None = attrs.field(default=None, validator=optional(_integer(0)), kw_only=True)
+    prompt_logprobs: int | None = attrs.field(
+        default=None, validator=optional(_integer(0)), kw_only=True
+    )
     include_stop: bool = attrs.field(default=False, kw_only=True)
 
     @property

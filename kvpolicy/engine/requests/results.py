@@ -38,6 +38,7 @@ class Result:
         decode_s: Seconds from the first token to the last, without those of compiling.
         snapshot: The sequence at its end, if the request asks for it and there was no error.
         logprobs: Log-probabilities, one entry for each token, if the request asks for them.
+        prompt_logprobs: Those of the prompt, one entry for each token but the first.
     """
 
     id: int
@@ -56,6 +57,7 @@ class Result:
     decode_s: float = 0.0
     snapshot: SequenceSnapshot | None = attrs.field(default=None, eq=False, repr=False)
     logprobs: tuple[TokenLogprobs, ...] | None = attrs.field(default=None, repr=False)
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = attrs.field(default=None, repr=False)
 
     @property
     def saved_share(self) -> float:

@@ -61,6 +61,15 @@ def nothing_evicted(
     return f"{sentence}; try {' '.join(to_try)}" if budget + buffer < longest else sentence
 
 
+def longest_kept(plan: ResolvedPlan) -> int | None:
+    """Tokens of a sequence of which no row is evicted at any time; ``None``: any number.
+
+    Args:
+        plan: The plan.
+    """
+    return min((layer.budget or 0 for layer in plan.compacting_layers()), default=None)
+
+
 def evicted_in_prompt(plan: ResolvedPlan, longest_prompt: int) -> str | None:
     """A sentence for a run in which rows of a prompt left before its end was read.
 

@@ -53,6 +53,7 @@ class Sequence:
         snapshot: The sequence at its end, if it is wanted.
         deadline: When it ends at the latest, by the clock of its run; ``None``: at any time.
         logprobs: Log-probabilities of its own tokens, if the request asks for them.
+        prompt_logprobs: Those of its prompt.
         newest_at: Time of its newest token, by `clock`.
         newest_after: Prefill forwards of the run before its newest token.
         processors: Change its logits before a token is chosen; ``None``: nothing does.
@@ -88,6 +89,7 @@ class Sequence:
     snapshot: SequenceSnapshot | None = None
     deadline: float | None = None
     logprobs: list[TokenLogprobs] = attrs.field(factory=list)
+    prompt_logprobs: list[TokenLogprobs] = attrs.field(factory=list)
     newest_at: float = 0.0
     newest_after: int = 0
     processors: SequenceProcessors | None = None
@@ -257,6 +259,9 @@ class Sequence:
             decode_s=self.clock() - self.decode_from if self.own_tokens else 0.0,
             snapshot=self.snapshot,
             logprobs=None if self.request.logprobs is None else tuple(self.logprobs),
+            prompt_logprobs=(
+                None if self.request.prompt_logprobs is None else tuple(self.prompt_logprobs)
+            ),
         )
 
 

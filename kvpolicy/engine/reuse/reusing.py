@@ -222,7 +222,8 @@ class PromptReuse:
 
     def _look_up(self, seq: Sequence, progress: _Progress) -> None:
         """Have a sequence go on with the longest state that is stored, if there is one."""
-        if not progress.is_fresh:
+        # Rows that are copied have no log-probabilities.
+        if not progress.is_fresh or seq.request.prompt_logprobs is not None:
             return
         if self._seen(seq) == 0 and self.keeps_ends:
             found = self._store.find_turn(progress, progress.keys, seq.prompt)
