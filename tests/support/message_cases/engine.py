@@ -136,6 +136,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     "a long prompt": lambda _: error_of("ab " * 70_000),
     "a token outside of the vocabulary": lambda _: error_of([1, 99]),
     "half a surrogate pair": lambda _: error_of("a \ud83d b"),
+    "logprobs of a prompt that may be evicted": lambda _: error_of([1] * 9, prompt_logprobs=0),
     "a snapshot of another plan": snapshot_of_another_plan,
     "a snapshot that is none": other_tensors,
     "a snapshot of what has not begun": lambda _: engine().generate([[1]]).snapshot(0),
