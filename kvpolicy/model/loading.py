@@ -203,6 +203,8 @@ def _find(name: str | Path, dtype: str | torch.dtype) -> tuple[str, str | torch.
             model: InstalledModel = describe()
             return str(model.folder), as_dtype(model.dtype) if dtype == "auto" else wanted
     if _is(Path.is_file, text):
+        if text.endswith(".gguf"):
+            raise _cannot_load(name, _of_gguf(Path(text).parent, Path(text).name))
         msg = (
             f"model '{text}' is a file; give a folder with config.json, safetensors weights and a "
             "tokenizer"
@@ -311,13 +313,21 @@ def _check_folder(name: str | Path, folder: Path) -> None:
             "save the result."
         )
     elif any(folder.glob("*.gguf")):
-        reason = "it holds GGUF files, which cannot be run here."
+        reason = _of_gguf(folder, next(folder.glob("*.gguf")).name)
     else:
         reason = "it has no config.json."
         inner = next((one.parent for one in sorted(folder.glob("*/config.json"))), None)
         if inner is not None:
             reason = f"it has no config.json, but {inner} has one."
     raise _cannot_load(name, reason)
+
+
+def _of_gguf(folder: Path, file: str) -> str:
+    return (
+        f"GGUF is not read here. To convert it, `pip install gguf`, load it by transformers' "
+        f"AutoModelForCausalLM.from_pretrained('{folder}', gguf_file='{file}'), its tokenizer "
+        "likewise, and write both by save_pretrained(FOLDER)."
+    )
 
 
 def _check_weights(name: str | Path, folder: Path) -> None:
@@ -329,6 +339,8 @@ def _check_weights(name: str | Path, folder: Path) -> None:
     if any(folder.glob("*.safetensors")):
         return
     reason = "it has no weights, such as model.safetensors."
+    if found := next(folder.glob("*.gguf"), None):
+        reason = _of_gguf(folder, found.name)
     pickles = sorted(path.name for path in folder.glob("*.bin"))
     if pickles:
         reason = (

@@ -115,8 +115,10 @@ def _best_batch(
     contender: Contender, work: Decode, limit_bytes: float, turns: TurnFile
 ) -> int | None:
     if contender.name not in turns.batches:
-        info(f"searching the best batch of {contender.name}")
-        turns.add_batch(contender.name, best_batch(contender, work, limit_bytes))
+        name = contender.name
+        info(f"searching the best batch of {name}")
+        found = best_batch(contender, work, limit_bytes, lambda line: info(f"{name}, {line}"))
+        turns.add_batch(name, found)
     return turns.batches[contender.name]
 
 

@@ -13,13 +13,19 @@ _MOST_STEPS = 16  # of a trial: enough for the copy that a compaction makes
 _OUT_OF_MEMORY = "not enough memory"  # of torch on a CPU, which raises a plain `RuntimeError`
 
 
-def best_batch(contender: Contender, work: Decode, limit_bytes: float) -> int | None:
+def best_batch(
+    contender: Contender,
+    work: Decode,
+    limit_bytes: float,
+    tell: Callable[[str], None] = lambda _: None,
+) -> int | None:
     """Find the fastest batch whose cache stays within a limit.
 
     Args:
         contender: The contender.
         work: The work; its batch does not count.
         limit_bytes: The most bytes of keys and values, at their peak.
+        tell: Told of each batch that was tried, in a line: a search takes minutes.
 
     Returns:
         The batch with the most tokens per second of those tried; ``None`` if one sequence is too
@@ -34,10 +40,13 @@ def best_batch(contender: Contender, work: Decode, limit_bytes: float) -> int | 
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
+            tell(f"batch {batch}: not enough memory")
             return False
         if measured.kv_bytes > limit_bytes:
+            tell(f"batch {batch}: {measured.kv_bytes / 1e9:.1f} GB, more than the limit")
             return False
         speeds[batch] = batch / measured.mean_step_s
+        tell(f"batch {batch}: {speeds[batch]:.0f} tokens/s")
         return True
 
     largest_batch(fits)

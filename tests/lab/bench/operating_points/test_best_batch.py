@@ -35,7 +35,9 @@ def test_the_fastest_batch_within_memory_is_chosen() -> None:
         return measurement(seconds, kv_bytes=10 * work.batch)
 
     contender = Contender("x", decode)
-    assert best_batch(contender, STEP, 1e9) == 16
+    told: list[str] = []
+    assert best_batch(contender, STEP, 1e9, told.append) == 16
+    assert [int(line.split()[1].rstrip(":")) for line in told[:6]] == [1, 2, 4, 8, 16, 32]
     assert best_batch(contender, STEP, 45) == 4
     assert best_batch(contender, STEP, 5) is None
 
