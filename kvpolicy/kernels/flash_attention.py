@@ -32,7 +32,7 @@ def flash_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     if torch.cuda.get_device_capability(device) < _OLDEST_GPU:
         return f"{torch.cuda.get_device_name(device)} is older than Ampere"
     if find_spec("triton") is None:
-        return "rows are stored by Triton, which pip install 'kvpolicy[kernels]' brings"
+        return "rows are stored by Triton, which kvpolicy[kernels] brings"
     try:
         from flash_attn import flash_attn_with_kvcache  # noqa: F401
     except (ImportError, OSError) as error:  # missing, or built for another torch

@@ -18,6 +18,7 @@ from transformers import Cache
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.compat import cache_argument
 from kvpolicy.errors import ModelError, error_summary
+from kvpolicy.extras import install_extra
 
 # Tests take one that needs no compiler.
 BACKEND = "inductor"
@@ -96,7 +97,7 @@ def compile_problem(device: torch.device, *, packed: bool) -> str | None:
         return "its weights are packed for the CPU, and Inductor does not know their products"
     if device.type == "cuda":
         if find_spec("triton") is None:
-            return "Triton is not installed, which pip install 'kvpolicy[kernels]' brings"
+            return f"Triton is not installed, which {install_extra('kernels')} brings"
         return None
     try:
         # What Inductor needs on a CPU, and finds out late.

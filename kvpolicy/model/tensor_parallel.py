@@ -24,6 +24,7 @@ from kvpolicy.cache.ragged_rows import layer_rows
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.errors import ModelError
+from kvpolicy.extras import install_extra
 
 # ``"auto"``, the model's own; or a style for each of some modules, as transformers takes it.
 TpPlan = str | Mapping[str, str]
@@ -254,8 +255,7 @@ def _launch_problem() -> str | None:
         )
     if find_spec("accelerate") is None:
         return (
-            "transformers needs the package accelerate for it; "
-            "pip install 'kvpolicy[tensor-parallel]'"
+            f"transformers needs the package accelerate for it; {install_extra('tensor-parallel')}"
         )
     return None
 

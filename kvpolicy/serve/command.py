@@ -56,6 +56,7 @@ from kvpolicy.cli.prefix_options import (
 )
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.extras import install_extra
 from kvpolicy.serve.settings import KEYS
 
 if TYPE_CHECKING:
@@ -471,7 +472,7 @@ def _check_installed() -> None:
     if missing:
         msg = (
             f"kvpolicy serve needs {', '.join(missing)}; install the extra: "
-            "pip install 'kvpolicy[serve]'"
+            f"{install_extra('serve')}"
         )
         raise KVPolicyError(msg)
 

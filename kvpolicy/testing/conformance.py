@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.errors import KVPolicyError, error_text, shown
+from kvpolicy.extras import install_extra
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, least_budget, not_built
@@ -71,7 +72,7 @@ def check_policy(
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
             raise
-        msg = "check_policy needs Hypothesis; install it: pip install 'kvpolicy[testing]'"
+        msg = f"check_policy needs Hypothesis; install it: {install_extra('testing')}"
         raise KVPolicyError(msg) from error
     if not isinstance(profile, str) or profile not in PROFILES:
         msg = f"there is no profile {profile!r}; known are {', '.join(PROFILES)}"

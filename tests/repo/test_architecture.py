@@ -15,7 +15,10 @@ from kvpolicy.hooks import declarations
 
 # Packages of kvpolicy and the packages that each may import. A module at the top counts as a
 # package of its own.
-BASE = {"compat", "entry_points", "errors", "files", "markers", "plugin_code", "text", "validators"}
+BASE = {
+    *("compat", "entry_points", "errors", "extras", "files", "markers", "plugin_code", "text"),
+    "validators",
+}
 STATE = BASE | {"state"}
 CACHE = STATE | {"cache", "kernels"}
 HOOKS = CACHE | {"hookspecs", "hooks"}

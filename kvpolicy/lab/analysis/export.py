@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import attrs
 
 from kvpolicy.errors import ResultsError
+from kvpolicy.extras import install_extra
 from kvpolicy.files import atomic_write
 from kvpolicy.lab.analysis.pooling import Keep
 from kvpolicy.lab.analysis.table import csv_text
@@ -222,7 +223,7 @@ def _import_pyarrow() -> tuple[Any, Any]:
     except ImportError as error:
         msg = (
             "Parquet is written by pyarrow, which cannot be imported here; "
-            "pip install 'kvpolicy[results]', or choose a file that ends in .csv."
+            f"{install_extra('results')}, or choose a file that ends in .csv."
         )
         raise ResultsError(msg) from error
     return pyarrow, pyarrow.parquet

@@ -60,7 +60,6 @@ app = typer.Typer(
     add_completion=False,
 )
 
-INSTALL = "pip install 'kvpolicy[lm-eval]'"
 _HEADERS = (
     *("task", "metric", "filter", "value", "± error", "shots", "n"),
     *("length", "truncated", "compactions", "rows", "KV/sequence"),
@@ -174,7 +173,7 @@ def lm_eval(
         raise KVPolicyError(msg)
     from kvpolicy.lab.tasks.datasets import require
 
-    require("lm_eval", "this command", install=INSTALL)
+    require("lm_eval", "this command", extra="lm-eval")
     register_plugins(plugin)
     numbers = {"budget": budget, "buffer": buffer, "length": length}
     chosen = choose_plan(plan, policy or [], numbers, overrides or [])

@@ -9,6 +9,7 @@ import socket
 from typing import Any
 
 from kvpolicy.errors import KVPolicyError, error_summary
+from kvpolicy.extras import install_extra
 from kvpolicy.lab.store.session import num_cpus
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -77,7 +78,7 @@ def _check_port(address: str) -> None:
 
 def _import_ray(*, is_own_cluster: bool) -> Any:
     if importlib.util.find_spec("ray") is None:
-        msg = "Ray is not installed; run `pip install 'kvpolicy[ray]'`."
+        msg = f"Ray is not installed; run `{install_extra('ray')}`."
         raise KVPolicyError(msg)
     # Ray reads these once, in every process of a cluster that it starts.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

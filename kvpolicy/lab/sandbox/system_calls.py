@@ -11,6 +11,7 @@ import tempfile
 from functools import cache
 
 from kvpolicy.errors import TaskError
+from kvpolicy.extras import install_extra
 
 _ALWAYS = """
     access alarm brk chdir clock_getres clock_gettime clock_nanosleep close close_range dup dup2
@@ -61,7 +62,7 @@ def filter_code(*, writes: bool) -> bytes:
     try:
         import pyseccomp as seccomp
     except ImportError as error:
-        msg = "the package pyseccomp is missing (pip install 'kvpolicy[tasks]')"
+        msg = f"the package pyseccomp is missing ({install_extra('tasks')})"
         raise TaskError(msg) from error
     except (RuntimeError, OSError) as error:
         msg = "the library libseccomp is missing (on Debian and Ubuntu: libseccomp2)"

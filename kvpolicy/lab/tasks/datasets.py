@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.errors import TaskError, error_summary
+from kvpolicy.extras import install_extra
 from kvpolicy.files import MAX_BYTES, open_binary, parse_json, read_text
 from kvpolicy.model.hub import hub_reachable
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
-
-EXTRA = "pip install 'kvpolicy[tasks]'"
 
 # Formats of the package `datasets`, by suffix.
 _TABLES = {".parquet": "parquet", ".csv": "csv"}
@@ -49,19 +48,20 @@ def read_rows(source: str, *, config: str | None = None, split: str = "test") ->
     return _load(source, source, config, split=split)
 
 
-def require(module: str, what: str, *, install: str = EXTRA) -> None:
+def require(module: str, what: str, *, extra: str = "tasks") -> None:
     """Check that an optional package is installed.
 
     Args:
         module: Name of its module.
         what: What needs it, for the message.
-        install: The command that installs it.
+        extra: The extra of kvpolicy that brings it.
 
     Raises:
         TaskError: It is not installed.
     """
     if importlib.util.find_spec(module) is None:
-        msg = f"{what} needs the package {module.replace('_', '-')}; {install} installs it"
+        package = module.replace("_", "-")
+        msg = f"{what} needs the package {package}; {install_extra(extra)} installs it"
         raise TaskError(msg)
 
 

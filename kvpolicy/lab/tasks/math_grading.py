@@ -18,7 +18,7 @@ import subprocess
 import sys
 from functools import lru_cache
 
-from kvpolicy.lab.tasks.datasets import EXTRA
+from kvpolicy.extras import install_extra
 from kvpolicy.lab.tasks.task import GradeError
 
 WAIT_S = 20.0  # for one answer; math-verify itself gives up after 5 s for each of its steps
@@ -91,7 +91,8 @@ class Worker:
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe)
             if self._read(_START_S) != "ready":
                 self.close()
-                msg = f"the process that compares answers did not start; {EXTRA} may help"
+                remedy = install_extra("tasks")
+                msg = f"the process that compares answers did not start; {remedy} may help"
                 raise GradeError(msg)
         return self._process
 

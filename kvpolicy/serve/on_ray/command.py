@@ -10,6 +10,7 @@ import attrs
 
 from kvpolicy.cli.output import info, print_lines
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.extras import install_extra
 from kvpolicy.files import atomic_write
 from kvpolicy.lab.executors.process_setup import ProcessSetup
 from kvpolicy.lab.executors.ray import WorkerResources
@@ -164,5 +165,5 @@ def _options(
 def _check_installed() -> None:
     missing = [name for name in ("ray", "mmh3") if find_spec(name) is None]
     if missing:
-        msg = "Ray Serve is not installed; run `pip install 'kvpolicy[ray,serve]'`."
+        msg = f"Ray Serve is not installed; run `{install_extra('ray', 'serve')}`."
         raise KVPolicyError(msg)
