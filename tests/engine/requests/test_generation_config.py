@@ -147,6 +147,8 @@ def test_stop_strings_of_the_model_end_requests_that_name_none() -> None:
     assert list(own.tokens) == plain[: len(own.tokens)]
     assert stop in tokenizer.decode(own.tokens)
     assert len(own.tokens) != len(other.tokens)
+    stream = engine.stream(PROMPTS[0], max_new_tokens=12)
+    assert "".join(stream) == stream.result.text == own.text
 
 
 def scores_of(model: Any, prompt: list[int], **how: Any) -> Tensor:
