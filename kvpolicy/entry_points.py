@@ -8,6 +8,7 @@ or to a package whose folder holds the file ``NAME`` with the suffix of the grou
 import ast
 import difflib
 import importlib.metadata
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -22,6 +23,8 @@ from kvpolicy.errors import KVPolicyError, error_summary
 from kvpolicy.plugin_code import plugin_code
 
 DEFAULTS = "kvpolicy.defaults"
+
+_log = logging.getLogger(__name__)
 
 _LONGEST_NAME = 100  # a longer string is not a misspelt name; comparing it takes seconds
 
@@ -57,9 +60,33 @@ def _read_installed(
     Reading takes milliseconds, and a plan looks up each of its policies several times.
     """
     found: dict[str, dict[str, EntryPoint]] = {}
-    for point in sorted(entry_points(group=group), key=lambda point: (point.name, point.value)):
+    try:
+        points = entry_points(group=group)
+    except Exception:  # of one package, which does not break the others
+        points = _readable(group)
+    for point in sorted(points, key=lambda point: (point.name, point.value)):
         found.setdefault(point.name, {}).setdefault(point.value, point)
     return {name: tuple(by_value.values()) for name, by_value in found.items()}
+
+
+def _readable(group: str) -> list[EntryPoint]:
+    """The entry points of a group, without packages whose list cannot be read."""
+    points: dict[str, list[EntryPoint]] = {}
+    for package in importlib.metadata.distributions():
+        name = str(package.metadata["Name"])
+        if name in points:  # further back on the path
+            continue
+        points[name] = []
+        try:
+            points[name] = list(package.entry_points.select(group=group))
+        except Exception as error:
+            _log.warning(
+                "entry_points.txt of the installed package %s cannot be read (%s); install it "
+                "again, or uninstall it",
+                name,
+                error_summary(error),
+            )
+    return [point for of_one in points.values() for point in of_one]
 
 
 def _last_change(path: str) -> int:

@@ -6,13 +6,29 @@ to stderr, as stdout may be JSON; modules that it replaces are put back. Not cau
 a crash of the interpreter, an endless loop, changes inside objects of other packages.
 """
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from types import ModuleType
+from typing import Any
 
 from kvpolicy.errors import KVPolicyError, error_summary, is_interrupt
+
+_MISSING = object()
+
+
+def declared_by(plugin: object, name: str, default: Any) -> Any:
+    """An attribute of a plugin, but none that its `__getattr__` makes up.
+
+    Args:
+        plugin: The plugin.
+        name: Name of the attribute.
+        default: What is returned if there is none.
+    """
+    is_there = inspect.getattr_static(plugin, name, _MISSING) is not _MISSING
+    return getattr(plugin, name) if is_there else default
 
 
 @contextmanager

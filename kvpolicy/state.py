@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import PolicyLoadError
+from kvpolicy.plugin_code import declared_by
 
 
 @attrs.frozen
@@ -196,7 +197,7 @@ class RegisterFile:
     def __init__(self, policies: Sequence[object], num_slots: int, device: torch.device) -> None:
         self.tensors: dict[int, dict[str, Tensor]] = {}
         for policy in policies:
-            names = getattr(policy, "registers", ())
+            names = declared_by(policy, "registers", ())
             self.tensors[id(policy)] = {
                 name: torch.zeros(num_slots, dtype=torch.float32, device=device) for name in names
             }

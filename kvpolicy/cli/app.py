@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from kvpolicy.cli.failures import INTERRUPTED, answer, check_surroundings, standard_streams
-from kvpolicy.cli.output import info, plain
+from kvpolicy.cli.output import StdoutClosed, info, plain, print_text
 from kvpolicy.entry_points import (
     find_installed,
     installed,
@@ -56,6 +56,10 @@ def run(args: list[str]) -> int:
             with _no_lost_interrupts():
                 status = build().main(args, prog_name="kvpolicy", standalone_mode=False)
             sys.stdout.flush()
+        except SystemExit as error:  # of click, for the reader of a help that has gone
+            if not isinstance(error.__context__, BrokenPipeError):
+                raise
+            return answer(StdoutClosed())
         except (Exception, KeyboardInterrupt) as error:
             return answer(error)
         if status == INTERRUPTED:  # typer caught Ctrl-C
@@ -203,7 +207,7 @@ def _root(
     if version:
         import kvpolicy
 
-        typer.echo(f"kvpolicy {kvpolicy.__version__}")
+        print_text(f"kvpolicy {kvpolicy.__version__}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help(), nl=False)

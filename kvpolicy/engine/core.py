@@ -173,6 +173,18 @@ class EngineCore:
         on_cpu = self.adapter.device.type == "cpu"
         self.steps_per_read = steps_per_read or (1 if on_cpu else DEFAULT_STEPS_PER_READ)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies and pickles, which would share slots, threads and files.
+
+        Raises:
+            KVPolicyError: Always.
+        """
+        msg = (
+            "an engine cannot be copied or pickled; make another one with Engine(model, tokenizer, "
+            "plan), which may have the same model"
+        )
+        raise KVPolicyError(msg)
+
     @property
     def compile_s(self) -> float:
         """Seconds in which decode steps were compiled so far."""

@@ -11,7 +11,7 @@ from kvpolicy.entry_points import nearest
 from kvpolicy.errors import PolicyLoadError, shown
 from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.markers import PROJECT, hook_options
-from kvpolicy.plugin_code import plugin_code
+from kvpolicy.plugin_code import declared_by, plugin_code
 from kvpolicy.validators import MAX_COUNT
 
 REFERENCE = "docs/reference/hooks.md"
@@ -161,10 +161,9 @@ def read_declarations(who: str, policy: object) -> Declarations:
         with plugin_code(
             f"{who} cannot be used: its attribute '{field.name}' raises", PolicyLoadError
         ):
-            # Attributes that `__getattr__` makes up are no declarations.
-            if inspect.getattr_static(policy, field.name, _MISSING) is _MISSING:
+            value = declared_by(policy, field.name, _MISSING)
+            if value is _MISSING:
                 continue
-            value = getattr(policy, field.name)
             is_valid = field.metadata["check"](value)
         if not is_valid:
             msg = f"{who} declares {field.name} = {shown(value)}; give {field.metadata['expected']}"
@@ -176,9 +175,7 @@ def read_declarations(who: str, policy: object) -> Declarations:
 
 def _check_packing(who: str, policy: object) -> None:
     """Check that a policy has both methods that turn its memory into plain data and back."""
-    missing = [
-        name for name in PACKING if inspect.getattr_static(policy, name, _MISSING) is _MISSING
-    ]
+    missing = [name for name in PACKING if declared_by(policy, name, _MISSING) is _MISSING]
     if len(missing) == 1:
         (given,) = set(PACKING) - set(missing)
         msg = f"{who} has a method {given}() and no {missing[0]}(); give it both, or neither"

@@ -16,7 +16,7 @@ from kvpolicy.hooks.stack import Stack
 from kvpolicy.markers import hookimpl
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.spec import Heads, LayerGroup, PolicySpec, PromptRows
-from kvpolicy.plugin_code import plugin_code
+from kvpolicy.plugin_code import declared_by, plugin_code
 from kvpolicy.testing.clauses import ConformanceError, Example
 from kvpolicy.testing.toy_model import ToyModel, active_token_ids, toy_tokenizer
 
@@ -255,14 +255,14 @@ def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int
     if hooks == {"schedule"}:
         sizes = setup.budget, setup.buffer
         return Plan((long_keys,), *sizes, schedule=(spec,), prompt=setup.prompt)
-    needs_scores = getattr(policy, "needs_mass", False)
+    needs_scores = declared_by(policy, "needs_mass", False)
     before = [long_keys] if setup.beneath or needs_scores else []
     before += [PolicySpec.of(ShareRows())] if setup.heads == "shared" else []
     after = [PolicySpec.of(ProtectEnds())] if setup.protected else []
     layers = list(range(num_layers))
     chosen = {"all": layers, "first": layers[:1], "last": layers[-1:]}[setup.where]
     # A plan is refused if the policy is not in the stack of a layer that it steers.
-    steered = getattr(policy, "steers", None) or ()
+    steered = declared_by(policy, "steers", None) or ()
     if any(layer >= num_layers for layer in steered):
         msg = (
             f"check_policy was given a policy that steers layer {max(steered)}, and its model has "

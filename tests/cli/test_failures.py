@@ -166,3 +166,15 @@ def test_a_shell_may_close_what_it_likes(script: str, status: int, part: str) ->
     assert ended.returncode == status
     assert part in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_a_reader_of_stdout_that_has_gone_is_no_failure(option: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        words = [sys.executable, "-m", "kvpolicy", option]
+        done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")

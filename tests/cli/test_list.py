@@ -88,3 +88,16 @@ def test_evictions_of_blocks_stand_behind_the_policies_and_alone(kvpolicy: Shell
     ]
     assert {"name": "predictor", "type": "str | Predictor", "default": "'popu'"} in guard["knobs"]
     assert kvpolicy("list", "--blocks", "--load").status == 0
+
+
+def test_a_package_whose_entry_points_are_malformed_is_named_and_breaks_nothing(
+    kvpolicy: Shell, install: Install, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("malformed", {})
+    (tmp_path / "malformed-1.0.dist-info" / "entry_points.txt").write_text("[a]\nno target\n")
+    known = {info.name for info in discovery.installed_policies()}
+    assert "h2o" in known
+    answer = kvpolicy("list")
+    assert answer.status == 0
+    assert known <= {*answer.out.split()}
+    assert any("malformed" in record.getMessage() for record in caplog.records)

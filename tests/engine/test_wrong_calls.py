@@ -1,5 +1,7 @@
 """Invalid input to the Python API raises the right class with a one-sentence message."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -585,3 +587,25 @@ def test_stream_of_a_failing_prompt_ends_with_an_error_result() -> None:
     assert "empty" in str(stream.result.error)
     assert isinstance(RequestError(stream.result.error), KVPolicyError)
     assert engine().generate([Request([1], 2)]).results()[0].finish_reason == "length"
+
+
+def missing(policy: object, name: str) -> Any:
+    raise KeyError(name)
+
+
+@pytest.mark.parametrize("made_up", [lambda policy, _: policy, lambda *_: 3, missing])
+def test_what_a_policy_makes_up_when_asked_is_no_declaration(made_up: Any) -> None:
+    engines = []
+    for cls in (InlinePolicy, type("MakesUp", (InlinePolicy,), {"__getattr__": made_up})):
+        plan = Plan.uniform(cls(), budget=8, buffer=4)
+        engines.append(Engine(shared_model(), plan=plan))
+    request = Request([1] * 20, 10, stop_ids=(), snapshot=True)
+    plain, odd = (engine.generate([request]).results()[0] for engine in engines)
+    assert odd.error is None
+    assert odd.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_engines_cannot_be_copied(copy_of: Callable[[Engine], object]) -> None:
+    with pytest.raises(KVPolicyError, match="another"):
+        copy_of(Engine(shared_model(), plan=Plan.uniform("full")))

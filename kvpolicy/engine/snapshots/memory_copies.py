@@ -16,6 +16,7 @@ from torch import Tensor
 from kvpolicy.errors import SnapshotError, error_summary, type_name
 from kvpolicy.hooks.declarations import PACKING, Declarations
 from kvpolicy.hooks.stack import Stack
+from kvpolicy.plugin_code import declared_by
 from kvpolicy.state import SequenceMemory
 
 
@@ -119,7 +120,7 @@ def _copying(policy: object) -> abc.Iterator[None]:
 
 
 def _packs(policy: object) -> bool:
-    return all(hasattr(policy, name) for name in PACKING)
+    return all(declared_by(policy, name, None) is not None for name in PACKING)
 
 
 def _problem(policy: object, reason: str) -> str:

@@ -88,6 +88,9 @@ def report(
 
 def _check_output(path: Path) -> None:
     """Refuse to replace anything but an earlier report."""
+    if path.exists() and not path.is_file():  # opening a FIFO would wait
+        msg = f"{path} cannot be written: it is no regular file; choose another with --output."
+        raise OutputError(msg)
     try:
         with path.open("rb") as file:
             is_report = b'name="generator" content="kvpolicy' in file.read(4096)

@@ -196,7 +196,7 @@ class RunFolder:
         if not num:
             return ""
         path = self.path / "kept.jsonl"
-        recorded = {record.get("key") for record in read_lines(path)}
+        recorded = {str(record.get("key")) for record in read_lines(path)}
         first: dict[str, list[int]] = {id: [] for id in self.groups}
         for group, item in self.items:
             if group in first:

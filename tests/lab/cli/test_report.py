@@ -1,10 +1,12 @@
 """``kvpolicy report`` and ``kvpolicy plot``: files, sizes and error messages."""
 
+import json
+import os
 import struct
 from pathlib import Path
 
 import pytest
-from run_folders import write_run
+from run_folders import kept, write_run
 from shell import Shell, refusal
 
 PLANS = [("full cache", None), ("H2O", 64), ("H2O", 96), ("R-KV", 64), ("R-KV", 96)]
@@ -60,6 +62,8 @@ def test_only_an_earlier_report_is_replaced(kvpolicy: Shell, run: Path) -> None:
     assert Path("thesis.html").read_text() == "years of work"
     assert "cannot be written" in refusal(kvpolicy("report", run, "--output", "runs"))
     assert "cannot be written" in refusal(kvpolicy("report", run, "--output", "no/where.html"))
+    os.mkfifo("pipe")
+    assert "cannot be written" in refusal(kvpolicy("report", run, "--output", "pipe"))
 
 
 def test_missing_and_damaged_runs_are_refused(kvpolicy: Shell, run: Path, tmp_path: Path) -> None:
@@ -72,6 +76,19 @@ def test_missing_and_damaged_runs_are_refused(kvpolicy: Shell, run: Path, tmp_pa
     (run / "kept.jsonl").write_text("{}\n{\n")
     assert "kept.jsonl" in refusal(kvpolicy("report", run))
     assert not list(tmp_path.glob("*.html"))
+
+
+def test_a_record_whose_key_is_no_text_counts_as_missing(kvpolicy: Shell, run: Path) -> None:
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    (run / "kept.jsonl").write_text(json.dumps(kept(samples[0]) | {"key": {"a": 1}}) + "\n")
+    manifest = json.loads((run / "manifest.json").read_text())
+    session = {"started": "2026-01-01T00:00:00+00:00", "command": "ablate", "record": 1}
+    manifest["sessions"] = [{**one, "record": 1} for one in manifest["sessions"]] or [session]
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    for words in (("report", run), ("results", "list", run.parent), ("results", "table", run)):
+        answer = kvpolicy(*words)
+        assert answer.status == 0
+        assert "kept.jsonl lacks" in answer.err
 
 
 def size_of(png: Path) -> tuple[int, int]:
