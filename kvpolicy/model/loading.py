@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import safetensors
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -112,6 +113,7 @@ def load_model(
             tokenizer = AutoTokenizer.from_pretrained(source, **remote)
         except Exception as error:
             _check_generation_config(name, source)  # it may be the reason
+            _check_files(name, source)
             raise _cannot_load(name, _first_sentence(error)) from error
     _check_generation_config(name, source)
     problem = _weights_problem(info) or _tokenizer_problem(tokenizer)
@@ -348,6 +350,38 @@ def _check_weights(name: str | Path, folder: Path) -> None:
             "run code; convert them to safetensors where you trust them."
         )
     raise _cannot_load(name, reason)
+
+
+def _check_files(name: str | Path, source: str) -> None:
+    """Check files whose contents transformers names no file for.
+
+    Raises:
+        ModelError: One is not what its name says.
+    """
+    if _is(Path.is_dir, source):
+        for path in sorted(Path(source).glob("*.safetensors")):
+            if (problem := _safetensors_problem(path)) is not None:
+                msg = f"model '{name}' cannot be loaded: its file {path.name} {problem}"
+                raise ModelError(msg)
+
+
+def _safetensors_problem(path: Path) -> str | None:
+    """What a file is that is not, or not all of, safetensors; ``None``: nothing seems wrong."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+        with safetensors.safe_open(path, framework="pt"):
+            return None
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    except safetensors.SafetensorError as error:
+        if not head:
+            return "is empty; download it again"
+        if head.startswith(b"version https://git-lfs"):
+            return "is a pointer of Git LFS and no weights; fetch them by `git lfs pull`"
+        if head.lstrip().startswith(b"<"):
+            return "is a page of HTML and no weights; download it again"
+        return f"is cut or damaged ({error}); download it again"
 
 
 def _cannot_load(name: str | Path, reason: str) -> ModelError:

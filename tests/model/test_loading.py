@@ -173,3 +173,22 @@ def test_generation_config_that_is_no_json_object_raises(content: str, tmp_path:
         load_model(folder)
     file.unlink()
     load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"", "empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git lfs pull"),
+        (b"\n<!doctype html><html></html>", "HTML"),
+        (None, "cut"),
+    ],
+)
+def test_weights_that_are_something_else_are_named_with_what_they_are(
+    content: bytes | None, named: str, tmp_path: Path
+) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5] if content is None else content)
+    with pytest.raises(ModelError, match=rf"model\.safetensors.*{named}"):
+        load_model(folder)
