@@ -1,5 +1,6 @@
 """Errors as OpenAI's interface has them: ``{"error": {"message", "type", "param", "code"}}``."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +10,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from kvpolicy.cli.output import as_sentence
+from kvpolicy.cli.output import as_sentence, format_count
 from kvpolicy.text import visible
 
 _MOST_OF_MESSAGE = 600  # characters
+_MOST_OF_VALUE = 60
 
 # Code of an error that gives none, by its status.
 _CODES = {
@@ -94,26 +96,43 @@ def from_validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body.
 
     Args:
-        error: What pydantic has found.
+        error: What pydantic has found. The context of a `refused` has ``param``, a field of the
+            object that is refused, and ``what``, which goes on from its name.
     """
     first = error.errors()[0]
     context = first.get("ctx") or {}
-    param = context.get("param") or _param(first["loc"])
-    message = str(first["msg"])
-    if first["type"] == "missing":
+    param, given = _param((*first["loc"], *context.get("param", "").split("."))), first.get("input")
+    if not param:
+        what = "empty" if first["type"] == "missing" else _described(given)
+        return ApiError(400, f"the body is {what}; send a JSON object")
+    if "param" in context:
+        message = f"{param} {context['what']}"
+    elif first["type"] == "missing":
         message = f"{param} is missing"
-    elif not param:
-        message = "the body is no JSON object"
-    elif "param" not in context:
-        what = message.removeprefix("Value error, ").removeprefix("Input ")
-        given = re.sub(r"\s+", " ", repr(first.get("input")))
-        message = f"{param} is {given:.60}, and {what}"
-    return ApiError(400, message, param=param or None)
+    elif isinstance(given, list) and "actual_length" in context:
+        least = context.get("min_length")
+        bound = "at most" if least is None else "at least"
+        number = format_count(context["max_length"] if least is None else least, "item")
+        message = f"{param} is {_described(given)}, and should have {bound} {number}"
+    else:
+        what = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+        message = f"{param} is {_described(given)}, and {what}"
+    return ApiError(400, message, param=param)
+
+
+def _described(value: Any) -> str:
+    """A value of a body in a message: what it is, and it itself if it is short."""
+    if isinstance(value, list):
+        return f"a list of {format_count(len(value), 'item')}" if value else "an empty list"
+    if isinstance(value, dict):
+        return "an object"
+    text = re.sub(r"\s+", " ", json.dumps(value, ensure_ascii=False, default=str))
+    return text if len(text) <= _MOST_OF_VALUE else f"{text[:_MOST_OF_VALUE]}…"
 
 
 def _param(place: tuple[int | str, ...]) -> str:
     """``messages[0].content`` for ``("body", "messages", 0, "content")``."""
     text = ""
     for part in place[1:]:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if part else ""
     return text.removeprefix(".")

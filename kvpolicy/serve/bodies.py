@@ -35,11 +35,13 @@ MAX_STOP_LENGTH = 256  # characters
 MAX_TOP_LOGPROBS = 20
 MAX_PENALTY = 1000
 _MAX_NAME = 256  # characters of names and the like
+_MOST_SHOWN = 60  # characters of a name that is wrong
 
 
-def _refuse(param: str, message: str) -> NoReturn:
+def _refuse(param: str, what: str) -> NoReturn:
+    """Refuse a field of the object that is checked; the sentence begins with its name."""
     kind = "refused"
-    raise PydanticCustomError(kind, "{sentence}", {"sentence": message, "param": param})
+    raise PydanticCustomError(kind, "{param} {what}", {"param": param, "what": what})
 
 
 def _plain(text: Any) -> Any:
@@ -109,13 +111,12 @@ class _Strict(BaseModel):
             if name in cls.model_fields or (field is not None and field.takes(value, given)):
                 continue
             if field is not None:
-                _refuse(name, f"{name} is not supported by this server; {field.instead}")
+                _refuse(name, f"is not supported by this server; {field.instead}")
             if cls.is_open:
                 continue
             # Half a character in a name has no form that pydantic takes.
-            shown = visible(name[:_MAX_NAME])
-            known = f"there is no field '{shown:.60}'{nearest(shown, cls.model_fields)}"
-            _refuse(shown, known)
+            shown = visible(name[:_MOST_SHOWN]) or '""'
+            _refuse(shown, f"is no field of this server{nearest(shown, cls.model_fields)}")
         # OpenAI's interface allows null for what has a default.
         return {
             name: _whole(value)
@@ -228,9 +229,9 @@ class GenerationBody(_Strict):
     @model_validator(mode="after")
     def _stream_alone(self) -> "GenerationBody":
         if not self.stream and self.stream_options is not None:
-            _refuse("stream_options", "stream_options needs stream: true")
+            _refuse("stream_options", "needs stream: true")
         if self.kvpolicy.kept and not (self.stream and self.n == 1):
-            _refuse("kvpolicy.kept", "kvpolicy.kept needs stream: true and n: 1")
+            _refuse("kvpolicy.kept", "needs stream: true and n: 1")
         return self
 
 
@@ -284,13 +285,13 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _echoes_at_once(self) -> "CompletionBody":
         if self.echo and self.stream:
-            _refuse("echo", "echo needs stream: false")
+            _refuse("echo", "needs stream: false")
         return self
 
     @model_validator(mode="after")
     def _one_is_watched(self) -> "CompletionBody":
         if self.kvpolicy.kept and len(self.prompt) > 1:
-            _refuse("kvpolicy.kept", "kvpolicy.kept needs a single prompt")
+            _refuse("kvpolicy.kept", "needs a single prompt")
         return self
 
 
@@ -381,12 +382,10 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _agree(self) -> "ChatBody":
         if self.top_logprobs is not None and not self.logprobs:
-            _refuse("top_logprobs", "top_logprobs needs logprobs: true")
+            _refuse("top_logprobs", "needs logprobs: true")
         given = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(given) > 1:
-            message = "max_tokens and max_completion_tokens differ; give one of them"
-            _refuse("max_completion_tokens", message)
+            _refuse("max_completion_tokens", "and max_tokens differ; give one of them")
         if self.continue_final_message and self.add_generation_prompt:
-            message = "continue_final_message and add_generation_prompt exclude each other"
-            _refuse("continue_final_message", message)
+            _refuse("continue_final_message", "and add_generation_prompt exclude each other")
         return self

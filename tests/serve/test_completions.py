@@ -384,7 +384,7 @@ def test_what_is_wrong_or_not_supported_is_refused(server: Running) -> None:
         if param.partition(".")[0] != field
     }
     assert not wrong
-    assert refusal_of(server, {"kvpolicy": {"keep": True}}).param == "keep"
+    assert refusal_of(server, {"kvpolicy": {"keep": True}}).param == "kvpolicy.keep"
 
 
 NEUTRAL: list[dict[str, Any]] = [

@@ -45,7 +45,8 @@ async function begin() {
   tell("");
   const ids = found.data.map((one) => one.id);
   // The name alone is another name of the first plan.
-  const plans = ids.length > 1 ? ids.slice(1) : ids;
+  const own = ids.filter((id) => id.startsWith(`${ids[0]}:`)); // and not those of an alias
+  const plans = own.length ? own : ids.slice(0, 1);
   const options = plans.map((id) => [id, id]);
   const first = select("Model", options, plans[0], choose, { id: "model" });
   const second = select("Beside it", [[NOBODY, "none"], ...options], plans[1] ?? NOBODY, choose, { id: "beside" });

@@ -47,7 +47,26 @@ def serve(*words: object) -> Callable[[Path], str]:
     return printed
 
 
+def no_body(_: Path) -> str:
+    """As FastAPI tells that a body is empty."""
+    missing = {"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}
+    return str(from_validation(RequestValidationError([missing])).body()["error"]["message"])
+
+
+def other_body(content: object) -> Callable[[Path], str]:
+    """A body of JSON that is no object."""
+
+    def told(_: Path) -> str:
+        wrong = {"type": "model_attributes_type", "loc": ("body",), "msg": "", "input": content}
+        return str(from_validation(RequestValidationError([wrong])).body()["error"]["message"])
+
+    return told
+
+
 CASES: dict[str, Callable[[Path], object]] = {
+    "no body": no_body,
+    "a list for a body": other_body([1, 2]),
+    "a text for a body": other_body("hello"),
     "no new tokens": completion(max_tokens=0),
     "a number as text": completion(max_tokens="9"),
     "a temperature that is too high": completion(temperature=2.1),
@@ -58,6 +77,13 @@ CASES: dict[str, Callable[[Path], object]] = {
     "a misspelled field": completion(max_tokns=3),
     "a misspelled field of ours": completion(kvpolicy={"keep": True}),
     "options of a stream without one": completion(stream_options={"include_usage": True}),
+    "a list that is too long": completion(stop_token_ids=[7] * 65),
+    "an object for a text": completion(model={"a": 1}),
+    "a long text for a number": completion(max_tokens="9" * 500),
+    "no messages": chat(messages=[]),
+    "too many messages": chat(messages=TALK * 2049),
+    "calls of tools": chat(messages=[{"role": "assistant", "content": "", "tool_calls": [{}]}]),
+    "tools": chat(tools=[{"type": "function", "function": {"name": "f"}}]),
     "a message of a tool": chat(messages=[{"role": "tool", "content": "a"}]),
     "two limits that differ": chat(max_tokens=2, max_completion_tokens=3),
     "alternatives without log-probabilities": chat(top_logprobs=2),
