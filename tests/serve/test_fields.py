@@ -1,6 +1,7 @@
 """Every field that clients send: served, taken because it changes nothing, or refused by name."""
 
 import inspect
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -211,6 +212,51 @@ def test_every_event_of_a_stream_has_the_tokens_so_far(server: Running, chat: bo
     assert counts[0] >= 1
     assert counts[-1] == 12
     assert all(one.usage.total_tokens == prompt + one.usage.completion_tokens for one in events)
+
+
+# As these clients have sent them; prompt and messages are those of the test.
+OF_BENCHMARKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "guidellm, chats": (
+        "/v1/chat/completions",
+        {
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "max_completion_tokens": 8,
+            "ignore_eos": True,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "who?"}]}],
+        },
+    ),
+    "guidellm, completions": (
+        "/v1/completions",
+        {
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "max_tokens": 8,
+            "ignore_eos": True,
+            "prompt": "who?",
+        },
+    ),
+    "vllm bench serve": (
+        "/v1/completions",
+        {
+            "stream_options": {"include_usage": True},
+            "repetition_penalty": 1.0,
+            "logprobs": None,
+            "max_tokens": 8,
+            "ignore_eos": True,
+            "prompt": "who?",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_BENCHMARKS)
+def test_requests_of_benchmarks_are_answered(server: Running, name: str) -> None:
+    path, body = OF_BENCHMARKS[name]
+    with server.http() as http:
+        answer = http.post(path, json={"model": "tiny", "stream": True, **body})
+    assert answer.status_code == 200
+    *events, done = [line for line in answer.text.split("\n\n") if line.startswith("data: ")]
+    assert done == "data: [DONE]"
+    assert json.loads(events[-1].removeprefix("data: "))["usage"]["completion_tokens"] == 8
 
 
 THINKING = (
