@@ -142,9 +142,9 @@ def test_a_configuration_that_cannot_be_read_is_refused() -> None:
         Engine(model, plan=Plan.uniform("full"))
 
 
-def test_a_configuration_without_a_number_of_layers_is_refused() -> None:
+def test_a_configuration_of_another_number_of_layers_is_refused() -> None:
     model = tiny_model()
-    del model.config.num_hidden_layers
+    model.config.num_hidden_layers = 32
     with pytest.raises(ModelError, match="layers"):
         Engine(model, plan=Plan.uniform("full"))
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from families import model_of
 from folders import save_tiny_model
 from tiny import bpe_tokenizer, tiny_model
 
@@ -40,8 +41,28 @@ def chat(content: str, **variables: object) -> list[int]:
     )
 
 
+def of_gguf(folder: Path) -> object:
+    (folder / "weights").mkdir()
+    (folder / "weights" / "model-q4.gguf").touch()
+    return load_model(folder / "weights")
+
+
+def with_other_layers() -> Engine:
+    model = tiny_model()
+    model.config.num_hidden_layers = 32
+    return Engine(model, plan=Plan.uniform("full"))
+
+
+def attending_twice() -> Engine:
+    model = model_of("diffllama", attention_dropout=0.0)
+    return Engine(model, plan=Plan.uniform("full"))
+
+
 CASES: dict[str, Callable[[Path], object]] = {
     "a folder without a model": without_configuration,
+    "a folder of GGUF": of_gguf,
+    "a configuration of another number of layers": lambda _: with_other_layers(),
+    "a model that attends twice in a layer": lambda _: attending_twice(),
     "a dtype that is none": lambda folder: load_model(folder, dtype=3),  # type: ignore[arg-type]
     "an end token that is none": lambda _: generating(eos_token_id=[1, "end"]),
     "beam search": lambda _: generating(num_beams=3),
