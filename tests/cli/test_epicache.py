@@ -62,6 +62,20 @@ def test_evaluation_has_all_three_ways(kvpolicy: Shell) -> None:
     assert "8 questions about 2 conversations" in text.err
 
 
+def test_one_conversation_has_no_intervals(kvpolicy: Shell, tmp_path: Path) -> None:
+    talk = {
+        "utterances": [" wax is 9.", " tea = wax + 4.", " oak is 3.", " pine = oak + 1."],
+        "questions": [{"question": " What is tea?", "answer": "13"}],
+    }
+    file = tmp_path / "talk.jsonl"
+    file.write_text(json.dumps(talk) + "\n")
+    done = kvpolicy("epicache", "evaluate", file, *SMALL, "--n", 1, "--max-new-tokens", 2)
+    assert done.status == 0, done.err
+    assert "%" in done.out
+    assert "[" not in done.out
+    assert "--n" in done.err
+
+
 def test_conversations_of_a_file(kvpolicy: Shell, tmp_path: Path) -> None:
     talk = {
         "utterances": [" wax is 9.", " tea = wax + 4.", " oak is 3.", " pine = oak + 1."],

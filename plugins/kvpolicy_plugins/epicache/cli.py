@@ -415,7 +415,7 @@ def _show_evaluation(
     table = [
         [
             row.name,
-            _percent(row.accuracy),
+            _percent(row.accuracy, num),
             *map(format_bytes, (row.prefill_bytes, row.decode_bytes, row.host_bytes)),
         ]
         for row in rows
@@ -423,18 +423,23 @@ def _show_evaluation(
     header = ["caches", "accuracy", "in prefill", "in decode", "on the host"]
     print_text(format_table(header, table, right=(1, 2, 3, 4)) + "\n\n")
     print_lines(
-        f"{first.name} minus {other}: {_percent(difference)}"
+        f"{first.name} minus {other}: {_percent(difference, num)}"
         for other, difference in differences.items()
     )
     info(
         f"{num_questions} questions about {num} conversations of {task}; bytes are the most of "
         "one sequence: keys and values on the device, snapshots on the host."
     )
+    if num == 1:
+        info("one conversation gives no intervals; give --n 2 or more.")
     if failed := sum(row.errors for row in rows):
         info(f"{failed} answers failed and count as wrong.")
 
 
-def _percent(interval: "Interval") -> str:
+def _percent(interval: "Interval", num: int) -> str:
+    """A share of ``num`` conversations; one of them says nothing of others, so has no interval."""
+    if num == 1:
+        return f"{interval.value:.1%}"
     return f"{interval.value:.1%} [{interval.low:.1%}, {interval.high:.1%}]"
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json as json_format
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -256,6 +256,11 @@ class _Run:
                     progress.update(_described(record), record.step)
         except KeyboardInterrupt:
             msg = f"interrupted; step {saved} is saved, and the same command goes on from there."
+            if not saved:
+                msg = (
+                    f"interrupted before step {self._save_every}, the first that is saved; give a "
+                    "smaller --save-every to lose less"
+                )
             raise Interrupted(msg) from None
 
     def gates(self, origin: dict[str, Any]) -> "Gates":
@@ -290,11 +295,14 @@ def _alone(output: Path) -> Iterator[None]:
     path = output.with_name(f"{output.name}.lock")
     try:
         with FileLock(path, timeout=0):
-            yield
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # Windows removes no file that is open
+                    path.unlink()
     except Timeout as error:
         msg = f"{output} is being trained by another process; wait for it, or choose another file"
         raise OutputError(msg) from error
-    path.unlink(missing_ok=True)
 
 
 def _recipe(kind: "type[Recipe]", options: dict[str, tuple[str, Any]]) -> "Recipe":

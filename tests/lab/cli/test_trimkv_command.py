@@ -46,6 +46,10 @@ def test_ctrl_c_keeps_what_is_saved_and_the_same_command_ends_alike(
     words = ("trimkv", "train", "--output", stopped, *TINY, "--save-every", 2)
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_step", interrupted)
+        early = kvpolicy(*words[:-1], 4)
+        assert early.status == 130
+        assert "--save-every" in early.err
+        assert [one.name for one in tmp_path.iterdir() if "stopped" in one.name] == []
         answer = kvpolicy(*words)
     assert answer.status == 130
     assert "step 2" in answer.err
