@@ -99,7 +99,22 @@ def load_series(
         series = list(base)
     series += [Series.from_file(path) for path in plans]
     given = {"budget": bool(budgets), "buffer": buffer is not None}
-    return [_without(one, [key for key, is_given in given.items() if is_given]) for one in series]
+    left_out = [key for key, is_given in given.items() if is_given]
+    return _told_apart([_without(one, left_out) for one in series])
+
+
+def _told_apart(series: Sequence[Series]) -> list[Series]:
+    """Series with a number behind each label that another plan has before: "epicache (2)"."""
+    found: dict[str, list[Series]] = {}
+    for one in series:
+        alike = found.setdefault(one.label, [])
+        if one not in alike:
+            alike.append(one)
+    numbers = [found[one.label].index(one) + 1 for one in series]
+    return [
+        one if number == 1 else attrs.evolve(one, label=f"{one.label} ({number})")
+        for one, number in zip(series, numbers, strict=True)
+    ]
 
 
 def build_sweep(

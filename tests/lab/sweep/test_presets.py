@@ -7,6 +7,7 @@ import pytest
 from kvpolicy.entry_points import default_name, installed
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.sweep.grid import build_cells
+from kvpolicy.lab.sweep.prepare import load_series
 from kvpolicy.lab.sweep.sweep_file import GROUP, load_preset
 from kvpolicy.lab.tasks.task import load_task
 
@@ -93,3 +94,13 @@ def test_an_unknown_preset_is_refused_with_the_nearest_name() -> None:
 def test_a_missing_preset_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(KVPolicyError, match=r"none\.toml"):
         load_preset(str(tmp_path / "none.toml"))
+
+
+def test_series_of_other_plans_have_other_labels(tmp_path: Path) -> None:
+    files = [tmp_path / name / "h2o.toml" for name in "ab"]
+    for budget, file in enumerate(files, 8):
+        file.parent.mkdir()
+        file.write_text(f'budget = {budget}\nbuffer = 4\nstack = ["h2o"]\n')
+    found = load_series(None, policies=["h2o+protect", "h2o+protect"], plans=[*files, files[0]])
+    labels = [one.label for one in found]
+    assert labels == ["h2o+protect", "h2o+protect", "h2o", "h2o (2)", "h2o"]
