@@ -27,13 +27,13 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _let_waiting_threads_sleep() -> None:
-    """Tell OpenMP, before torch loads it, to spin for microseconds where it waits, and not longer.
+    """Tell OpenMP, before torch loads it, to spin for microseconds where it waits, and then sleep.
 
     Its threads wait for each other many times in a decode step. Where something else runs on the
     cores, a thread that spins for milliseconds takes the time of the one that it waits for.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _exit(status: int) -> NoReturn:
