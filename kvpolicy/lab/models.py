@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.cli.options import default_length
 from kvpolicy.engine.engine import Engine
-from kvpolicy.model.fingerprint import model_fingerprint
+from kvpolicy.model.fingerprint import model_fingerprint, tokenizer_fingerprint
 from kvpolicy.model.loading import load_model
 from kvpolicy.model.packed import CpuWeights, packed_weights
 from kvpolicy.model.tensor_parallel import refuse_several_processes
@@ -173,7 +173,7 @@ def describe_model(name: str, loaded: LoadedModel) -> ModelInfo:
     precision = str(model.dtype).removeprefix("torch.")
     return ModelInfo(
         name=name,
-        fingerprint=fingerprint(model, compiled=loaded.compile),
+        fingerprint=fingerprint(model, loaded.tokenizer, compiled=loaded.compile),
         device=str(model.device),
         dtype=", ".join([precision, *forms(model, compiled=loaded.compile)]),
         num_layers=model.config.get_text_config(decoder=True).num_hidden_layers,
@@ -195,13 +195,14 @@ def forms(model: nn.Module, *, compiled: bool) -> list[str]:
     return [form for form, applies in found.items() if applies]
 
 
-def fingerprint(model: nn.Module, *, compiled: bool = False) -> str:
+def fingerprint(model: nn.Module, tokenizer: Any = None, *, compiled: bool = False) -> str:
     """Hash a model's weights, configuration, generation config and `forms` of computing.
 
     The name and the folder do not count.
 
     Args:
         model: A Hugging Face model.
+        tokenizer: Its tokenizer, which counts, too, if it is given.
         compiled: Whether its decode steps are compiled.
 
     Returns:
@@ -216,6 +217,8 @@ def fingerprint(model: nn.Module, *, compiled: bool = False) -> str:
     given = {} if generation is None else generation.to_diff_dict()
     given = {k: v for k, v in given.items() if k not in _OF_REQUESTS and v != settings.get(k)}
     found = [model_fingerprint(model), *forms(model, compiled=compiled)]
+    if tokenizer is not None:
+        found.append(tokenizer_fingerprint(tokenizer))
     if given:  # its keys may be tuples, which JSON does not have
         found.append(repr(sorted(given.items())))
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]

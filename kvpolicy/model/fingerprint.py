@@ -88,10 +88,15 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """A hash of a tokenizer, whose texts policies may read: its class and its vocabulary."""
+    """A hash of a tokenizer: its class, its vocabulary, its rules and its chat template."""
     found = hashlib.sha256(type_name(tokenizer).encode())
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
-    found.update(json.dumps(sorted(vocabulary.items())).encode())
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = {} if backend is None else json.loads(backend.to_str())
+    for setting in ("padding", "truncation"):  # of the last call
+        rules.pop(setting, None)
+    read = [sorted(vocabulary.items()), rules, getattr(tokenizer, "chat_template", None)]
+    found.update(json.dumps(read, sort_keys=True).encode())
     return found.hexdigest()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import family_model
 from tiny import tiny_model, tiny_tokenizer
+from tokenizers import normalizers
 
 from kvpolicy.errors import ModelError
 from kvpolicy.lab.models import ModelCache, fingerprint, fingerprint_texts
@@ -39,7 +40,26 @@ def test_a_fingerprint_does_not_depend_on_where_a_model_lies(
     model, tokenizer = load_model(str(model_folder))
     model.save_pretrained(tmp_path / "copy")
     tokenizer.save_pretrained(tmp_path / "copy")
-    assert fingerprint(load_model(str(tmp_path / "copy"))[0]) == fingerprint(model)
+    copied, of_copy = load_model(str(tmp_path / "copy"))
+    assert fingerprint(copied) == fingerprint(model)
+    assert fingerprint(copied, of_copy) == fingerprint(model, tokenizer)
+
+
+@pytest.mark.parametrize("change", ["chat template", "added token", "rules"])
+def test_a_model_with_another_tokenizer_has_another_fingerprint(
+    model_folder: Path, change: str
+) -> None:
+    model, tokenizer = load_model(str(model_folder))
+    found = fingerprint(model, tokenizer)
+    tokenizer(["1", "1+1"], padding=True, truncation=True, max_length=2)
+    assert fingerprint(model, tokenizer) == found, "what one call asks for does not count"
+    if change == "chat template":
+        tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    elif change == "added token":
+        tokenizer.add_tokens(["1+"])
+    else:
+        tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert fingerprint(model, tokenizer) != found
 
 
 @pytest.mark.usefixtures("packs_small_products")
@@ -50,8 +70,8 @@ def test_packed_weights_are_named_and_have_another_fingerprint(model_folder: Pat
     assert packed.fingerprint != plain.fingerprint
     changed = {"dtype": plain.dtype, "fingerprint": plain.fingerprint}
     assert attrs.evolve(packed, **changed) == plain
-    unreleased = packed_model(load_model(str(model_folder))[0])
-    assert fingerprint(unreleased) == packed.fingerprint
+    model, tokenizer = load_model(str(model_folder))
+    assert fingerprint(packed_model(model), tokenizer) == packed.fingerprint
 
 
 def test_each_form_of_computing_is_named_and_has_another_fingerprint(

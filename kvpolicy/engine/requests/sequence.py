@@ -300,6 +300,12 @@ def encode(
     outside = [token for token in ids if not 0 <= token < vocab_size]
     if outside:
         msg = f"the prompt holds token id {outside[0]}; expected 0 to {vocab_size - 1}"
+        if isinstance(prompt, str):
+            msg = (
+                f"the tokenizer gives token id {outside[0]}, and the model has 0 to "
+                f"{vocab_size - 1}; give the engine the tokenizer of this model, or call "
+                "model.resize_token_embeddings(len(tokenizer)) before the engine is made"
+            )
         raise RequestError(msg)
     return ids
 

@@ -134,7 +134,9 @@ class PolicyLM(HFLM):
         self.reports: dict[str, RunReport] = {}
         self.identity = {
             "plan_digest": engine.plan.digest(),
-            "model_fingerprint": fingerprint(model, compiled=engine.compiled is not None),
+            "model_fingerprint": fingerprint(
+                model, engine.tokenizer, compiled=engine.compiled is not None
+            ),
         }
         self._seed = seed
         self._follow = follow or (lambda results, _kind, _total: iter(results))

@@ -135,6 +135,9 @@ CASES: dict[str, Callable[[Path], object]] = {
     "an empty prompt": lambda _: error_of(""),
     "a long prompt": lambda _: error_of("ab " * 70_000),
     "a token outside of the vocabulary": lambda _: error_of([1, 99]),
+    "a tokenizer with more tokens than the model": lambda _: (
+        Engine(shared_model(), tiny_tokenizer(70), TIGHT).generate(["<69>"]).results()[0].error
+    ),
     "half a surrogate pair": lambda _: error_of("a \ud83d b"),
     "logprobs of a prompt that may be evicted": lambda _: error_of([1] * 9, prompt_logprobs=0),
     "a snapshot of another plan": snapshot_of_another_plan,
