@@ -251,10 +251,11 @@ def probe(
         memory: The policy's own dict for this sequence: ``memory.of(self)[0]``.
 
     Returns:
-        ``Probe(token_ids=...)``, or ``Probe(num_greedy=n)``: the token that comes next and those
-        that the model finds likeliest after it, up to a stop token of the model, which is left
-        out. From 1 to ``probe_size`` tokens; those beyond the model's positions are left out.
-        Anything else raises `HookResultError`.
+        ``Probe(token_ids=...)``, or ``Probe(num_greedy=n)``: the next ``n`` tokens of the prompt,
+        if so many are left of it; else the token that comes next and those that the model finds
+        likeliest after it, up to a stop token of the model, which is left out. From 1 to
+        ``probe_size`` tokens; those beyond the model's positions are left out. Anything else raises
+        `HookResultError`.
     """
 
 

@@ -142,7 +142,8 @@ class Probe:
 
     Attributes:
         token_ids: The tokens, as if they followed the sequence; ``None``: greedy ones.
-        num_greedy: So many tokens as the model would go on, up to a stop token.
+        num_greedy: So many tokens of the rest of the prompt, or else as the model would go on, up
+            to a stop token.
     """
 
     token_ids: tuple[int, ...] | None = attrs.field(default=None, converter=_tuple_of)

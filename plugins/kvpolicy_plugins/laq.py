@@ -40,6 +40,8 @@ class LookaheadQCache:
       (``w1 = 32``, as many rows as stay). Here they are decoded over the rows as they are: these
       are in memory in any case, and at the end of a prompt the pseudo tokens become those that the
       full cache would generate. The cost is that of ``n_lookahead`` steps over more rows.
+    * Within a prompt, which the authors compress as a whole, the pseudo tokens are its own next
+      ones: they are known, and one forward computes them.
     * Every look-ahead query sees all rows, and a local one those up to its own. The code hides rows
       at the end of the prompt (``compat_mask``): it applies the triangle of a causal mask to the
       last ``n_local + n_lookahead`` of them, as if all queries were of the newest tokens.

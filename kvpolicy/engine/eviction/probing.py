@@ -119,13 +119,13 @@ class Prober:
                 )
             num_tokens = 0 if answer is None else min(answer.num_tokens, self._most(seq_len))
             if answer is not None and num_tokens:
-                is_greedy = answer.token_ids is None
-                token_ids = (
-                    self._next_token(seq, seq_len)
-                    if answer.token_ids is None
-                    else answer.token_ids[:num_tokens]
-                )
-                yield _Asked(seq, token_ids, num_tokens, is_greedy, layers)
+                token_ids = answer.token_ids
+                if token_ids is None:  # within a prompt, what follows is known
+                    token_ids = tuple(seq.token_ids(seq_len, seq_len + num_tokens))
+                is_greedy = answer.token_ids is None and len(token_ids) < num_tokens
+                if is_greedy:
+                    token_ids = self._next_token(seq, seq_len)
+                yield _Asked(seq, token_ids[:num_tokens], num_tokens, is_greedy, layers)
 
     def _most(self, seq_len: int) -> int:
         """Tokens for which the model has positions after so many."""
