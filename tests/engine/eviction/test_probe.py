@@ -274,18 +274,17 @@ def test_a_sequence_with_probes_goes_on_as_alone(
     assert list(first.tokens) == answers[0]
 
 
-@given(models, st.integers(1, 6))
-def test_within_a_prompt_its_own_next_tokens_are_the_probe(model: nn.Module, num: int) -> None:
+@pytest.mark.parametrize("num", [1, 3, 6])
+def test_within_a_prompt_its_own_next_tokens_are_the_probe(num: int) -> None:
+    model = llama()
     policy = Asks((Probe(num_greedy=num),))
     plan = Plan.uniform("streaming", policy, budget=12, buffer=4)
     prompt = [5, 17, 42, 9, 33, 2, 58, 21, 7, 45, 11, 29] * 2
     Engine(model, plan=plan).generate([prompt], max_new_tokens=1, stop_ids=()).results()
     expected = queries_after(model, prompt[:16], prompt[16 : 16 + num])
-    compared = [layer for layer in range(NUM_LAYERS) if (16, layer) in policy.queries]
-    assert compared
-    for layer_idx in compared:  # nothing was evicted before
+    for layer_idx, queries in enumerate(expected):  # nothing was evicted before
         found = policy.queries[16, layer_idx]
-        torch.testing.assert_close(found, expected[layer_idx], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, queries, rtol=1e-3, atol=1e-4)
 
 
 def test_rows_that_the_next_tokens_attend_to_stay() -> None:
