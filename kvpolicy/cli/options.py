@@ -531,7 +531,7 @@ def choose_plan(
     given = _typed_numbers(numbers)
     if file is not None:
         if policies:
-            msg = "a plan and --policy were given; give one of them."
+            msg = f"the plan {str(file)!r} and --policy were given; give one of them."
             raise KVPolicyError(msg)
         options = {key: f"--{key}" for key in numbers}
         return Plan.load(file, [*given, *overrides], options=options)

@@ -58,8 +58,11 @@ SPOILT: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         pickled,
         ("pytorch_model.bin", "safetensors"),
     ),
-    "torn weights": (torn, ("SafetensorError",)),
-    "empty weights": (lambda f: (f / "model.safetensors").write_bytes(b""), ("SafetensorError",)),
+    "torn weights": (torn, ("model.safetensors", "cut or damaged")),
+    "empty weights": (
+        lambda f: (f / "model.safetensors").write_bytes(b""),
+        ("model.safetensors", "empty"),
+    ),
     "a tensor missing": (weights(lambda t: t.pop(UP)), (UP,)),
     "two tensors missing": (
         weights(lambda t: (t.pop(UP), t.pop(UP.replace("up", "down")))),
