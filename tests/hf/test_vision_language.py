@@ -9,6 +9,7 @@ from families import SIZES
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from kvpolicy import Engine, Plan, PolicyCache
+from kvpolicy.compat import cache_argument
 from kvpolicy.errors import CacheError
 
 PLAN = Plan.uniform("full")
@@ -56,7 +57,7 @@ def test_text_gives_the_tokens_of_generate(kind: str) -> None:
     results = engine.generate(PROMPTS, max_new_tokens=NEW).results()
     assert [list(result.tokens) for result in results] == expected
     for prompt, answer in zip(PROMPTS, expected, strict=True):
-        assert generated(prompt, past_key_values=PolicyCache(model, PLAN)) == answer
+        assert generated(prompt, **cache_argument(PolicyCache(model, PLAN))) == answer
 
 
 def test_an_image_is_refused() -> None:
