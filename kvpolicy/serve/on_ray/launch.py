@@ -1,12 +1,11 @@
 """From a configuration to a server on a Ray cluster, until a signal stops it."""
 
 import logging
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from kvpolicy.cli.stopping import stop_signals
 from kvpolicy.errors import KVPolicyError, error_summary
 from kvpolicy.lab.executors.ray_cluster import connect, start_cluster
 from kvpolicy.serve.on_ray.config import ServeConfig
@@ -65,7 +64,7 @@ def serve_on(
     from kvpolicy.serve.on_ray.deployment import application
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    with _signals() as stopped:
+    with stop_signals() as stopped:
         serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
         _check_address(host, port)
         try:
@@ -110,21 +109,3 @@ def _cannot_serve(error: RuntimeError) -> KVPolicyError:
         "model must be there for the Python of every machine"
     )
     return KVPolicyError(msg)
-
-
-@contextmanager
-def _signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set; the second one interrupts."""
-    stopped = threading.Event()
-
-    def stop(*_: object) -> None:
-        if stopped.is_set():
-            raise KeyboardInterrupt
-        stopped.set()
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

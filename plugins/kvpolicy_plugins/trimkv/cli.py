@@ -32,6 +32,7 @@ from kvpolicy.cli.options import (
     examples,
 )
 from kvpolicy.cli.output import Progress, format_seconds, info, print_json, print_lines
+from kvpolicy.cli.stopping import stop_signals
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError, OutputError
 
@@ -119,6 +120,7 @@ def train(
     The gates learn to forget as many tokens as the capacity asks for, and
     to keep those without which the model would say something else. A
     checkpoint stands beside the output: the same command goes on from it.
+    Ctrl-C ends the run after the step that it is at, a second one at once.
     """
     from kvpolicy_plugins.trimkv.training import Recipe, Trainer
 
@@ -246,21 +248,21 @@ class _Run:
             info(f"going on after step {trainer.done}, from {self.unfinished}")
         saved = trainer.done
         try:
-            with Progress(trainer.recipe.steps, trainer.done) as progress:
-                progress.update("beginning", trainer.done)
+            with stop_signals() as stopped, Progress(trainer.recipe.steps, saved) as progress:
+                progress.update("beginning", saved)
                 for record in trainer.steps():
                     self._records = [*self._records, record][-_MEAN_OF_LAST:]
-                    if record.step % self._save_every == 0 or record.step == trainer.recipe.steps:
+                    is_last = record.step == trainer.recipe.steps
+                    if is_last or stopped.is_set() or record.step % self._save_every == 0:
                         self._save()
                         saved = record.step
                     progress.update(_described(record), record.step)
+                    if stopped.is_set() and not is_last:
+                        raise KeyboardInterrupt
         except KeyboardInterrupt:
             msg = f"interrupted; step {saved} is saved, and the same command goes on from there."
             if not saved:
-                msg = (
-                    f"interrupted before step {self._save_every}, the first that is saved; give a "
-                    "smaller --save-every to lose less"
-                )
+                msg = "interrupted before the first step was saved."
             raise Interrupted(msg) from None
 
     def gates(self, origin: dict[str, Any]) -> "Gates":

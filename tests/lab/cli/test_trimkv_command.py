@@ -1,9 +1,10 @@
 """`kvpolicy trimkv`: gates are trained, shown and used; a run that was stopped goes on."""
 
+import signal
 from pathlib import Path
 
 import pytest
-from kvpolicy_plugins.trimkv.training import Trainer
+from kvpolicy_plugins.trimkv.training import StepRecord, Trainer
 from safetensors.torch import load_file
 from shell import Shell, refusal
 
@@ -29,38 +30,63 @@ def test_what_is_trained_can_be_shown_and_used(kvpolicy: Shell, tmp_path: Path) 
     assert run.status == 0, run.err
 
 
-def test_ctrl_c_keeps_what_is_saved_and_the_same_command_ends_alike(
-    kvpolicy: Shell,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def signals(monkeypatch: pytest.MonkeyPatch, *, at: int, numbers: tuple[int, ...]) -> None:
+    """Sends signals to this process in the middle of one step of a training."""
+    step = Trainer._step
+
+    def signalled(self: Trainer) -> StepRecord:
+        if self.done + 1 == at:
+            for number in numbers:
+                signal.raise_signal(number)
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "_step", signalled)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_step_under_way_and_the_same_command_ends_alike(
+    kvpolicy: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     whole, stopped = tmp_path / "whole.safetensors", tmp_path / "stopped.safetensors"
     assert kvpolicy("trimkv", "train", "--output", whole, *TINY).status == 0
-    step = Trainer._step
-
-    def interrupted(self: Trainer):
-        if self.done == 3:
-            raise KeyboardInterrupt
-        return step(self)
-
-    words = ("trimkv", "train", "--output", stopped, *TINY, "--save-every", 2)
+    words = ("trimkv", "train", "--output", stopped, *TINY)
+    handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", interrupted)
-        early = kvpolicy(*words[:-1], 4)
-        assert early.status == 130
-        assert "--save-every" in early.err
-        assert [one.name for one in tmp_path.iterdir() if "stopped" in one.name] == []
+        signals(patch, at=3, numbers=(number,))
         answer = kvpolicy(*words)
+    assert handlers == [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     assert answer.status == 130
-    assert "step 2" in answer.err
+    assert "step 3" in answer.err
     assert not stopped.exists()
     other = kvpolicy(*words, "--lr", 0.01)
     assert "lr was 0.003" in refusal(other)
     again = kvpolicy(*words)
     assert again.status == 0, again.err
-    assert "going on after step 2" in again.err
+    assert "going on after step 3" in again.err
     expected, found = load_file(whole), load_file(stopped)
     assert all(found[name].equal(tensor) for name, tensor in expected.items())
+
+
+def test_a_second_ctrl_c_ends_the_step_and_keeps_what_is_saved(
+    kvpolicy: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals(monkeypatch, at=4, numbers=(signal.SIGINT, signal.SIGINT))
+    words = ("trimkv", "train", "--output", tmp_path / "gates.safetensors", *TINY)
+    early = kvpolicy(*words, "--save-every", 4)
+    assert early.status == 130
+    assert list(tmp_path.iterdir()) == []
+    late = kvpolicy(*words, "--save-every", 2)
+    assert late.status == 130
+    assert "step 2" in late.err
+
+
+def test_a_signal_in_the_last_step_ends_nothing(
+    kvpolicy: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals(monkeypatch, at=4, numbers=(signal.SIGTERM,))
+    gates = tmp_path / "gates.safetensors"
+    assert kvpolicy("trimkv", "train", "--output", gates, *TINY).status == 0
+    assert [path.name for path in tmp_path.iterdir()] == [gates.name]
 
 
 def test_gates_learn_from_a_file_of_texts(kvpolicy: Shell, tmp_path: Path) -> None:
