@@ -347,7 +347,7 @@ class Checks:
         all_of_them = self._change.touches(*ENGINE, "tests/kernels", "pyproject.toml")
         options = () if all_of_them else ("-k", "compile or triton_decode")
         gate.pytest(
-            *self._pytest(bin_, *options, "--deselect", FLASH_ATTENTION),
+            *self._pytest(bin_, *options),
             tests=["tests/kernels"],
             env={"TRITON_INTERPRET": "1"},
             may_skip=False,
@@ -496,7 +496,6 @@ ON_RAY = (
     *("kvpolicy/lab/executors", "kvpolicy/lab/prompt_files", "kvpolicy/serve/on_ray"),
     *("tests/lab/cluster", "tests/serve/test_ray_serve.py"),
 )
-FLASH_ATTENTION = "tests/kernels/test_flash_attention.py::test_the_package_attends"
 # Tests of what reads installed files and names; those of plans and hooks run without the reasoner.
 INSTALLED = (
     *("repo/test_packaging.py", "repo/test_startup.py", "reasoner/test_reasoner_bundled.py"),

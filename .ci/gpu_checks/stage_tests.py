@@ -24,14 +24,12 @@ ALL_OF = (
     "tests/kernels",
     "tests/model/test_graphs.py",
     "tests/model/test_graph_guard.py",
-    "tests/engine/test_gpu_attention.py",
 )
 # What a rehearsal runs of these: the interpreter takes minutes for the others.
 QUICK_OF = (
     "tests/kernels/test_compile.py",
     "tests/kernels/test_triton_compact.py",
     "tests/model/test_graph_guard.py",
-    "tests/engine/test_gpu_attention.py",
 )
 SOME_OF = ("tests/cache", "tests/hooks", "tests/engine")
 

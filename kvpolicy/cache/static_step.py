@@ -21,7 +21,6 @@ from torch.nn.functional import pad
 from kvpolicy.cache.slab import KVCache, LayerCache
 from kvpolicy.kernels.decode import Counts, DecodeSlabs, HeldRows, held_rows
 from kvpolicy.kernels.draw import SamplingColumns, SamplingNumbers, columns_of, draw
-from kvpolicy.kernels.flash_attention import can_attend
 from kvpolicy.kernels.marks import put_states
 from kvpolicy.kernels.on_cpu import Attend, attention_of
 from kvpolicy.kernels.operator import decode
@@ -105,7 +104,6 @@ class StaticStep:
         *,
         in_graph: bool = False,
         padded: bool = False,
-        flash: bool = False,
     ) -> None:
         """Allocate the state of all slots.
 
@@ -118,11 +116,10 @@ class StaticStep:
                 always so on a GPU.
             padded: Whether a step serves a power of 2 of slots, or all, so that there are few
                 widths.
-            flash: Whether flash-attn attends in layers that it can run, on a GPU.
         """
         device = cache.layers[0].shape.device
         self.in_graph = in_graph or device.type != "cpu"
-        self._padded, self._flash = padded, flash
+        self._padded = padded
         num_slots = self.width = self.num_served = cache.num_slots
         self.cache, self.states, self.rings = cache, states, dict(rings or {})
         num_heads = max(layer.shape.num_kv_heads for layer in cache.layers)
@@ -165,14 +162,6 @@ class StaticStep:
     def drawn_by(self) -> tuple[str, ...]:
         """The sampling columns that the slots need: with others a step is another one."""
         return tuple(name for name in _COLUMNS if getattr(self._columns, name) is not None)
-
-    @property
-    def num_flash_layers(self) -> int:
-        """Layers in which flash-attn attends, after a prefill."""
-        layers = zip(self._arguments, self._layers, strict=True)
-        return self._flash * sum(
-            can_attend(slabs, layer.softmax.sinks, window) for (slabs, _, window), layer in layers
-        )
 
     @property
     def addresses(self) -> list[int]:
@@ -252,7 +241,6 @@ class StaticStep:
                 softcap=cap,
                 sinks=sinks,
                 sliding_window=window,
-                flash=self._flash,
             )
         else:
             # Given in each call: functions that hold this step would keep its cache alive.

@@ -63,13 +63,6 @@ class WeightOrder(Enum):
     packed = "packed"
 
 
-class GpuAttention(Enum):
-    """What attends on a GPU; the values of `kvpolicy.kernels.flash_attention.GpuAttention`."""
-
-    triton = "triton"
-    flash_attn = "flash-attn"
-
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Plugins = Annotated[
     list[Path] | None,
@@ -139,14 +132,6 @@ Compile = Annotated[
     typer.Option(
         "--compile",
         help="Compile decode steps, which takes a minute or more; tokens may differ by rounding.",
-        rich_help_panel=MODEL,
-    ),
-]
-Attention = Annotated[
-    GpuAttention,
-    typer.Option(
-        "--gpu-attention",
-        help="Flash-attn: it attends on a GPU where it can; tokens may differ by rounding.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -306,7 +291,6 @@ class GenerationOptions:
     trust_remote_code: TrustRemoteCode = False
     cpu_weights: CpuWeights = WeightOrder.plain
     compile: Compile = False
-    gpu_attention: Attention = GpuAttention.triton
     slots: Slots = 8
 
 
@@ -409,7 +393,6 @@ def prepare(
         slots=options.slots,
         on_hook_error=on_hook_error,
         compile=options.compile,
-        gpu_attention=options.gpu_attention.value,
         prefix_store=prefix_store,
     )
     tell_no_effects(engine.plan)

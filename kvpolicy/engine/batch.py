@@ -79,7 +79,6 @@ class RunningBatch:
         longest_prompt: int | None,
         compiled: Compiled | None,
         max_steps: int,
-        flash: bool,
         reusing: Reusing | None = None,
     ) -> None:
         """Allocate everything for sequences of at most ``longest`` tokens.
@@ -101,7 +100,6 @@ class RunningBatch:
             compiled: Runs static steps instead of the model as it is.
             max_steps: The most static decode steps whose tokens are read together; 0: decode
                 steps are not static.
-            flash: Whether flash-attn attends in layers that it can run.
             reusing: Finds and stores parts of sequences; ``None``: nothing is reused.
         """
         self.slots: list[Sequence | None] = [None] * num_slots
@@ -141,9 +139,7 @@ class RunningBatch:
                 self._marker.rings,
                 in_graph=compiled is not None,
                 padded=replays,
-                flash=flash,
             )
-        self._flash = flash
         self._compiled = compiled
         self._run: StaticForward = compiled or static_forward
         self._without_graphs = self._run
@@ -180,9 +176,6 @@ class RunningBatch:
     def path(self) -> str:
         """How static steps are run, see `RunReport`."""
         path = "static, compiled" if self._compiled else "static"
-        if self._flash and self._static is not None:
-            num_layers = len(self.cache.layers)
-            path += f", flash-attn in {self._static.num_flash_layers} of {num_layers} layers"
         if self._graphs is None:
             return f"{path}, without graphs: policies steer" if self._on_gpu else path
         problem = self._graphs.problem

@@ -2,7 +2,7 @@
 
 import time
 from collections import abc
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -15,7 +15,6 @@ from kvpolicy.engine.reuse.reusing import Reusing
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError, ModelError
 from kvpolicy.hooks.discovery import policy_names
-from kvpolicy.kernels.flash_attention import GpuAttention, flash_problem
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.generation_config import GenerationRules
 from kvpolicy.model.packed import CpuWeights, packed_model, wants_packing
@@ -50,7 +49,6 @@ class EngineCore:
         chunk: The most prompt tokens of one sequence in one forward.
         eager_reason: Why decode steps take the eager path; ``None``: they are static.
         compiled: Runs static steps, if they are compiled.
-        flash: Whether flash-attn attends where it can.
         max_tokens_per_forward: The most prompt tokens of all sequences in one forward.
         weights: The packed weights of the model, if it has any.
         steps_per_read: The most static decode steps whose tokens are read together.
@@ -72,7 +70,6 @@ class EngineCore:
         eager: bool = False,
         compile: bool = False,
         cpu_weights: CpuWeights = "plain",
-        gpu_attention: GpuAttention = "triton",
         steps_per_read: int | None = None,
         prefix_store: PrefixStore | None = None,
     ) -> None:
@@ -102,10 +99,6 @@ class EngineCore:
                 a CPU, with products that differ by rounding. The plain weights stay in memory
                 beside the packed ones, since the model is left as it is; to release them, give
                 ``packed_model(model, release=True)`` for the model instead.
-            gpu_attention: What attends in decode steps on a GPU: ``"triton"``, our kernel, or
-                ``"flash-attn"``, the package, in layers whose policies want no sums of attention
-                and that have neither sinks nor a sliding window, and our kernel in the others.
-                Tokens may differ by rounding; ``kvpolicy bench --gpu`` says which is faster.
             steps_per_read: The most static decode steps that follow each other before their
                 tokens are read. Stop strings, cancelling and new requests take effect when they
                 are; results are the same. ``None``: 8 on a GPU, where reading is a wait, and 1 on
@@ -115,7 +108,7 @@ class EngineCore:
 
         Raises:
             ModelError: If the engine cannot run the model, follow its generation config, pack its
-                weights, compile it, or have flash-attn attend.
+                weights, or compile it.
             PlanError: If the plan does not fit the model.
         """
         sizes = {"slots": slots, "chunk": chunk, "max_tokens_per_forward": max_tokens_per_forward}
@@ -163,7 +156,6 @@ class EngineCore:
         self.adapter.check_forward(static=self.eager_reason is None)
         self.bound = self._bind()
         self.compiled = self._compiled() if compile else None
-        self.flash = self._wants_flash(gpu_attention)
         self.prefix_store = prefix_store
         self.reusing = None
         if prefix_store is not None:
@@ -217,22 +209,6 @@ class EngineCore:
                     bound[index] = self.stacks[index].bind(index, weights)
         return bound
 
-    def _wants_flash(self, gpu_attention: GpuAttention) -> bool:
-        if gpu_attention not in get_args(GpuAttention):
-            msg = (
-                f"gpu_attention was given as {gpu_attention!r:.60}; choose 'triton' or 'flash-attn'"
-            )
-            raise KVPolicyError(msg)
-        if gpu_attention == "triton":
-            return False
-        reason = flash_problem(self.adapter.device, self.adapter.model.dtype)
-        if self.eager_reason is not None:
-            reason = f"decode steps are not static: {self.eager_reason}"
-        if reason is not None:
-            msg = f"flash-attn cannot attend: {reason}; leave out gpu_attention"
-            raise ModelError(msg)
-        return True
-
     def new_batch(
         self,
         num_slots: int,
@@ -263,6 +239,5 @@ class EngineCore:
             longest_prompt=longest_prompt,
             max_steps=max_steps,
             compiled=self.compiled if max_steps else None,
-            flash=self.flash,
             reusing=self.reusing,
         )

@@ -5,7 +5,6 @@ rows are held. So a model's whole decode step can be traced without a break.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import attrs
@@ -25,7 +24,7 @@ _LIBRARY.define(
     "Tensor(e!)[] accumulated, str[] accumulators, float attn_threshold, Tensor(f!)? window, "
     "Tensor? bounds, "
     "Tensor rows, Tensor seq_len, Tensor live, "
-    "float scaling, float softcap, Tensor? sinks, int sliding_window, bool flash) -> Tensor"
+    "float scaling, float softcap, Tensor? sinks, int sliding_window) -> Tensor"
 )
 # What follows the new rows in the schema, in its order.
 _SLABS = tuple(field.name for field in attrs.fields(DecodeSlabs))
@@ -46,22 +45,20 @@ def decode(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     sliding_window: int = 0,
-    flash: bool = False,
 ) -> Tensor:
     """Store one new row in every slot, and attend to the rows that it holds.
 
-    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`, and ``flash``
-    that of `kvpolicy.kernels.triton_decode.decode`, which means nothing on a CPU.
+    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`.
     """
     of_layer = [getattr(slabs, name) for name in _SLABS]
     of_slots = [getattr(counts, name) for name in _COUNTS]
-    options = (scaling, softcap, sinks, sliding_window, flash)
+    options = (scaling, softcap, sinks, sliding_window)
     output: Tensor = DECODE(query, key, value, *of_layer, *of_slots, *options)
     return output
 
 
 def _on_cpu(*arguments: Any) -> Tensor:
-    return _called(attend_on_cpu, *arguments[:-1])
+    return _called(attend_on_cpu, *arguments)
 
 
 def _on_cuda(*arguments: Any) -> Tensor:
@@ -69,8 +66,8 @@ def _on_cuda(*arguments: Any) -> Tensor:
     if HAS_TRITON:
         from kvpolicy.kernels.triton_decode import decode
 
-        attend = partial(decode, flash=arguments[-1])
-    return _called(attend, *arguments[:-1])
+        attend = decode
+    return _called(attend, *arguments)
 
 
 def _shape(query: Tensor, *_: object) -> Tensor:
@@ -80,7 +77,7 @@ def _shape(query: Tensor, *_: object) -> Tensor:
 def _called(
     attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, *rest: Any
 ) -> Tensor:
-    """Call an implementation with the operator's arguments but the last."""
+    """Call an implementation with the operator's arguments."""
     slabs, rest = rest[: len(_SLABS)], rest[len(_SLABS) :]
     counts, options = rest[: len(_COUNTS)], rest[len(_COUNTS) :]
     named = dict(zip(_OPTIONS, options, strict=True))

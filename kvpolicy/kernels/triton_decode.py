@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.kernels.decode import Counts, DecodeSlabs, window_factor
-from kvpolicy.kernels.flash_attention import attend_with_flash, can_attend
 from kvpolicy.kernels.triton_append import append
 from kvpolicy.kernels.triton_compact import drop_oldest
 from kvpolicy.kernels.triton_dot import dot
@@ -385,12 +384,11 @@ def decode(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     sliding_window: int = 0,
-    flash: bool = False,
 ) -> Tensor:
     """Store one new row in every slot, and attend to the rows that it holds.
 
-    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`, but for
-    ``flash``: whether flash-attn attends if it can. Without it, slots that take no part get zeros.
+    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`; slots that
+    take no part get zeros.
     """
     slides = sliding_window == slabs.keys.shape[2]
     if slides:
@@ -399,8 +397,6 @@ def decode(
         drop_oldest(slabs.positions, counts.rows, counts.live, fill=-1)
     factor = window_factor(scaling, query.shape[2])
     append(query, key, value, slabs, counts, factor=factor, slides=slides)
-    if flash and can_attend(slabs, sinks, sliding_window):
-        return attend_with_flash(query, slabs, counts, scaling=scaling, softcap=softcap)
     return attend(
         query,
         slabs,

@@ -19,14 +19,12 @@ from kvpolicy.cli.options import (
     MODEL,
     POLICY,
     SOME_FAILED,
-    Attention,
     Budget,
     Buffer,
     Compile,
     CpuWeights,
     Device,
     Dtype,
-    GpuAttention,
     Length,
     Model,
     Overrides,
@@ -119,7 +117,6 @@ def serve(
     trust_remote_code: TrustRemoteCode = False,
     cpu_weights: CpuWeights = WeightOrder.plain,
     compile: Compile = False,
-    gpu_attention: Attention = GpuAttention.triton,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -392,7 +389,6 @@ def serve(
     }
     options: dict[str, Any] = {
         "compile": compile,
-        "gpu_attention": gpu_attention.value,
         "max_waiting": max_waiting,
         "kv_memory": memory,
         "slots": slots or DEFAULT_SLOTS,

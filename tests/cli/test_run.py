@@ -106,16 +106,6 @@ def test_a_missing_compiler_is_answered_in_one_sentence(
     assert refused.out == ""
 
 
-def test_flash_attn_on_a_cpu_is_refused_in_one_sentence(
-    kvpolicy: Shell, model_folder: Path
-) -> None:
-    words = ("--model", model_folder, "--device", "cpu", *H2O, "--gpu-attention", "flash-attn")
-    refused = kvpolicy("run", PROMPTS[0], *words)
-    assert refused.status == 2
-    assert "flash-attn" in refused.err
-    assert refused.out == ""
-
-
 def test_a_small_model_stays_plain_and_says_so(
     kvpolicy: Shell, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,6 @@ from triton_device import DEVICE
 from kvpolicy.kernels import operator
 from kvpolicy.kernels.decode import attend_with_torch
 from kvpolicy.kernels.fixed_shapes import attend_in_fixed_shapes
-from kvpolicy.kernels.flash_attention import can_attend
 from kvpolicy.kernels.on_cpu import attend_on_cpu
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs the extra kernels")
@@ -72,9 +71,3 @@ def test_the_operator_passes_segments_on(case) -> None:
     ragged.unpack()
     assert_as_expected(case, output, wanted, sums_tolerance=TOLERANCE[case.dtype])
     assert operator.DECODE is torch.ops.kvpolicy.decode.default
-
-
-@given(cases(slides=False, outputs_only=True).map(even_more))
-def test_flash_attention_leaves_segments_to_triton(case) -> None:
-    assert can_attend(case.slabs, None, 0)
-    assert not can_attend(RaggedCase.of(case, 1).slabs, None, 0)

@@ -55,7 +55,7 @@ class Case:
         return {**new, **self.options, "slabs": self.slabs, "counts": counts}
 
 
-def in_place_arguments(case: Case, *, flash: bool = False) -> tuple[object, ...]:
+def in_place_arguments(case: Case) -> tuple[object, ...]:
     """The arguments of the operator for a case."""
     named, slabs, options = case.tensors, case.slabs, case.options
     return (
@@ -63,7 +63,6 @@ def in_place_arguments(case: Case, *, flash: bool = False) -> tuple[object, ...]
         *(getattr(slabs, field.name) for field in attrs.fields(DecodeSlabs)),
         *(named[name] for name in ("rows", "seq_len", "live")),
         *(options["scaling"], options["softcap"], named["sinks"], options["sliding_window"]),
-        flash,
     )
 
 
@@ -74,21 +73,17 @@ def cases(
     slides: bool | None = None,
     empty: float = 0.0,
     adjacent: bool = False,
-    outputs_only: bool = False,
     device: torch.device | str = "cpu",
 ) -> Case:
     """Cases on a device, with some number in rows that are not held.
 
-    The slots of a layer may be adjacent, or lie among those of other layers. In some all that is
-    wanted of attention are outputs of plain softmax in 16 bits, from slots whose heads hold equally
-    many rows.
+    The slots of a layer may be adjacent, or lie among those of other layers.
     """
     slots, heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     group = draw(st.sampled_from([1, 3, 4, 8]))
-    dim = draw(st.sampled_from([8, 64] if outputs_only else [8, 20, 64]))
+    dim = draw(st.sampled_from([8, 20, 64]))
     capacity = draw(st.sampled_from([1, 9, 70, 150]))
-    dtypes = [dtype for dtype in TOLERANCE if not outputs_only or dtype.itemsize == 2]
-    dtype = draw(st.sampled_from(dtypes))
+    dtype = draw(st.sampled_from(list(TOLERANCE)))
     slides = draw(st.booleans()) if slides is None else slides
     rng = torch.Generator().manual_seed(draw(seeds))
 
@@ -109,8 +104,6 @@ def cases(
 
     most = capacity if slides else capacity - 1
     rows = whole(0, most, slots, heads)
-    if outputs_only:
-        rows[:] = rows[:, :1]
     if slides and draw(st.booleans()):
         rows[:] = capacity  # every slab drops a row
     seq_len = rows.amax(1) + whole(0, 40, slots)
@@ -127,11 +120,11 @@ def cases(
         "rows": torch.nn.functional.pad(rows, (0, 1), value=10**6)[:, :heads],
         "seq_len": seq_len,
         "live": torch.rand(slots, generator=rng) < 0.8,
-        "sinks": normal(heads * group) if not outputs_only and draw(st.booleans()) else None,
+        "sinks": normal(heads * group) if draw(st.booleans()) else None,
     }
     if draw(st.booleans()):
         tensors["window"] = stacked(heads * group, 5, dim, fill=0, dtype=dtype)
-    names = draw(st.sets(st.sampled_from(ACCUMULATORS)) if not outputs_only else st.just(set()))
+    names = draw(st.sets(st.sampled_from(ACCUMULATORS)))
     accumulated = {
         name: stacked(heads, capacity, fill=0, dtype=torch.float32)
         for name in ACCUMULATORS
@@ -154,7 +147,7 @@ def cases(
         "softcap": draw(st.sampled_from([0.0, 5.0])),
         "sliding_window": capacity if slides else draw(st.sampled_from([0, 1, 12])),
     }
-    if outputs_only or (not slides and options["sliding_window"] == capacity):
+    if not slides and options["sliding_window"] == capacity:
         options["sliding_window"] = 0
     moved = {name: None if one is None else one.to(device) for name, one in tensors.items()}
     threshold = draw(st.sampled_from([0.0, 0.01, 0.3]))
@@ -213,7 +206,7 @@ class RaggedCase:
 
     @property
     def operator_arguments(self) -> tuple[object, ...]:
-        """The arguments of the operator, with `flash` last."""
+        """The arguments of the operator."""
         slabs, counts = self.slabs, self.counts
         given = list(in_place_arguments(self.case))
         num = len(attrs.fields(DecodeSlabs))

@@ -105,8 +105,8 @@ class RunReport:
             that are not marked yet, and the temporary copy of a compaction.
         num_processes: Processes that share the model and its cache.
         path: How decode steps were run: ``"eager: REASON"``, or ``"static"``, followed by
-            ``", compiled"``, and on a GPU by ``", flash-attn in N of M layers"`` if it was asked
-            for, and by ``", in graphs"`` or ``", without graphs: REASON"``.
+            ``", compiled"``, and on a GPU by ``", in graphs"`` or
+            ``", without graphs: REASON"``.
         compile_s: Seconds in which decode steps were compiled.
         packed_bytes: Bytes of packed weights, which are beside the plain ones.
         released_bytes: Bytes of plain weights that were freed after packing.

@@ -172,7 +172,6 @@ def _answering(
         options.chat,
         options.slots,
         "answer" if keep_going else "raise",
-        options.gpu_attention.value,
     )
 
 

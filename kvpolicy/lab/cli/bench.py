@@ -255,7 +255,6 @@ def bench(
     from kvpolicy.lab.bench.contenders.build import build_contenders
     from kvpolicy.lab.bench.contenders.contender import VLLM, Contender
     from kvpolicy.lab.bench.contenders.form import Form
-    from kvpolicy.lab.bench.diagnostics.attention import compare_attention
     from kvpolicy.lab.bench.diagnostics.checks import check_compactions, check_tokens
     from kvpolicy.lab.bench.models import random_model, shape_named
     from kvpolicy.lab.bench.roofline import ModelSize
@@ -263,7 +262,6 @@ def bench(
     from kvpolicy.lab.bench.rounds.summary import summarize
     from kvpolicy.lab.bench.rounds.turn_file import make_folder, open_turns
     from kvpolicy.lab.cli.bench_run import (
-        GPU_BATCHES,
         Starting,
         count_launches,
         run_in_turns,
@@ -335,8 +333,6 @@ def bench(
         info(f"checking tokens and compactions on {device}")
         check_tokens(model.device, cells)
         check_compactions(model.device, repeats=10 if quick else 1000)
-        for rows in (sizes["budget"] + sizes["buffer"], sizes["lengths"][0]):
-            info(compare_attention(model, batch=max(GPU_BATCHES), rows=rows))
     forms = [Form.plain(model)]
     if packed:
         in_packed_form = Form.packed(model)

@@ -16,7 +16,6 @@ from kvpolicy.engine.requests.results import Result
 from kvpolicy.engine.requests.sequence import Sequence, encode
 from kvpolicy.engine.reuse.store import PrefixStore, StoreStats
 from kvpolicy.errors import RequestError
-from kvpolicy.kernels.flash_attention import GpuAttention
 from kvpolicy.lab.models import LoadedModel, ModelInfo
 from kvpolicy.plan.resolved import ResolvedPlan
 
@@ -38,7 +37,6 @@ class Answering:
         chat: Whether texts are messages of a user.
         slots: Prompts that are answered together.
         on_hook_error: What happens if a policy fails, as in `Engine`.
-        gpu_attention: What attends on a GPU, as in `Engine`.
     """
 
     model: ModelInfo
@@ -48,7 +46,6 @@ class Answering:
     chat: bool
     slots: int
     on_hook_error: OnHookError = "raise"
-    gpu_attention: GpuAttention = "triton"
 
     def engine(self, loaded: LoadedModel, prefix_store: PrefixStore | None = None) -> Engine:
         """An engine for these answers.
@@ -64,7 +61,6 @@ class Answering:
             self.plan,
             slots=self.slots,
             on_hook_error=self.on_hook_error,
-            gpu_attention=self.gpu_attention,
             prefix_store=prefix_store,
         )
 
@@ -101,7 +97,6 @@ class Answering:
             **attrs.asdict(self.defaults.sampling),
             "stop": list(self.defaults.stop),
             "chat": self.chat,
-            **({} if self.gpu_attention == "triton" else {"gpu_attention": self.gpu_attention}),
         }
 
 

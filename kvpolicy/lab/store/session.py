@@ -11,7 +11,7 @@ import torch
 
 import kvpolicy
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton", "flash-attn")
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton")
 
 
 def describe_session(

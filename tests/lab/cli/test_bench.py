@@ -238,7 +238,6 @@ def test_the_benchmark_of_a_gpu_can_be_walked_through_on_a_cpu(
     found = kvpolicy(*arguments, *sizes, "--memory-limit", 0.0001)
     assert found.status == 0, found.err
     assert "checking tokens and compactions on cpu" in found.err
-    assert found.err.count("attention is not compared with flash-attn: it runs on GPUs only") == 2
     for work in ("batch 1\n", "batch 2\n", "best batch\n"):
         assert work in found.out
     for word in ("rows", "limit ms", "of limit", "over first plan", "x full cache", "path"):

@@ -113,8 +113,6 @@ ROWS = GivenRows(positions=torch.arange(20).expand(1, 2, 20))
 CASES: dict[str, Callable[[Path], object]] = {
     "a model that is a name": lambda _: Engine("reasoner", None, TIGHT),
     "no slots": lambda _: engine(slots=0),
-    "an unknown attention": lambda _: engine(gpu_attention="flash"),
-    "flash-attn without a GPU": lambda _: engine(gpu_attention="flash-attn"),
     "one prompt": lambda _: engine().generate("hello"),
     "too few samplings": lambda _: engine().generate(["a", "b"], sampling=[Sampling()]),
     "an empty stop string": lambda _: engine().generate(["a"], stop=""),
