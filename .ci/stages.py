@@ -435,7 +435,7 @@ class Checks:
         self._example("kvpolicy-recency", "plan.toml", "recency", "half_life=8")
 
     def usage(self, gate: Gate) -> None:
-        self._example("kvpolicy-usage", "answers.toml", "last_used", "attn_threshold=0.1")
+        self._example("kvpolicy-usage", "answers.toml", "last_used", "threshold=0.1")
 
     def _example(self, package: str, plan: str, policy: str, knob: str) -> None:
         """Build a third party's distribution, install it, find it, run it and check it."""

@@ -301,7 +301,6 @@ def score(
     attn_squares: Tensor,
     attn_squares_logit: Tensor,
     attn_squares_logit2: Tensor,
-    attn_last: Tensor,
     seq_len: Tensor,
     prompt_len: Tensor,
     num_new: Tensor,
@@ -340,10 +339,6 @@ def score(
         attn_squares_logit: ``A^2 Z``, summed likewise, with the logits ``Z`` that the softmax
             reads: scaled, and after any soft cap.
         attn_squares_logit2: ``A^2 Z^2``, summed likewise.
-        attn_last: Position of the last query that used each row: gave it more weight than the
-            attribute ``attn_threshold`` of the policy, in any query head of the group,
-            ``[B, H_kv, T]``, int64. A row that no query has used has its own position, so that
-            ``seq_len - attn_last`` is at least 1.
         seq_len: Tokens of each sequence so far, ``[B]``, int64, on the CPU.
         prompt_len: Tokens of each prompt, ``[B]``, int64, on the CPU; at a compaction within
             the prefill it exceeds ``seq_len``. In a conversation, the tokens before the answer

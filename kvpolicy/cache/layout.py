@@ -11,7 +11,7 @@ Where KV heads share the rows of a layer, rows are copied out of their segments,
 right, and a mask hides what a head has no row for.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -50,27 +50,21 @@ class LayerLayout:
     places: Tensor | None = None
     present: Tensor | None = None
 
-    def update(
-        self, track: Tensor, served: slice | list[int], change: Callable[[Tensor], None]
-    ) -> None:
-        """Change the numbers of the rows attended to in a track of the slabs.
+    def add(self, track: Tensor, served: slice | list[int], received: Tensor) -> None:
+        """Add what the rows attended to have received to a track of the slabs.
 
         Args:
             track: ``[S, H_kv, capacity]``, changed in place.
             served: Slots of the forward.
-            change: Changes a tensor ``[B, H_kv, T]`` in place. Where slabs are windows that slide
-                on, T is the number of rows that they hold afterwards.
+            received: ``[B, H_kv, T]``. Where slabs are windows that slide on, T is the number of
+                rows that they hold afterwards.
         """
         if self.places is None or self.present is None:
             num_rows = self.num_rows if self.kept is None else self.kept.shape[1]
-            rows = (served, slice(None), slice(num_rows))
-            held = track[rows]  # a copy, where slots are not in equal steps
-            change(held)
-            track[rows] = held
+            track[served, :, :num_rows] += received
             return
         pools = track[served].flatten(1)
-        held = pools.gather(1, self.places.flatten(1)).reshape(self.places.shape)
-        change(held)
+        held = pools.gather(1, self.places.flatten(1)).reshape(self.places.shape) + received
         size = pools.shape[1]
         # What a head has no row for goes behind the pool, and is left out.
         places = torch.where(self.present, self.places, size).flatten(1)

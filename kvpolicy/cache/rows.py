@@ -14,7 +14,6 @@ from torch import Tensor
 from kvpolicy.cache.slab import KVCache, slot_index
 from kvpolicy.cache.softmax import observed_weights
 from kvpolicy.errors import ModelError
-from kvpolicy.kernels.accumulators import ATTN_LAST, last_used
 from kvpolicy.kernels.on_gpu import runs_in_triton
 from kvpolicy.kernels.transfer import upload
 
@@ -68,9 +67,6 @@ class HeldRows(Protocol):
 
     def track(self, name: str) -> Tensor:
         """One track of these rows, ``[B, H_kv, T]``, fp32."""
-
-    def accumulated(self, name: str) -> Tensor:
-        """One accumulator of these rows as policies see it, ``[B, H_kv, T]``."""
 
     def set_track(self, name: str, values: Tensor) -> None:
         """Assign new numbers to one track of these rows, ``[B, H_kv, T]``."""
@@ -173,11 +169,6 @@ class LayerRows:
     def track(self, name: str) -> Tensor:
         """One track of these rows, ``[B, H_kv, T]``, fp32."""
         return self._held(self._stack.tracks[name])
-
-    def accumulated(self, name: str) -> Tensor:
-        """One accumulator of these rows as policies see it, ``[B, H_kv, T]``."""
-        track = self.track(name)
-        return last_used(track, self.positions) if name == ATTN_LAST else track
 
     def set_track(self, name: str, values: Tensor) -> None:
         """Assign new numbers to one track of these rows, ``[B, H_kv, T]``."""

@@ -68,7 +68,6 @@ class Slab:
         window_size: Most recent queries to store, 0 for none.
         tracks: Names of per-row fp32 numbers that travel with the rows. Those of accumulators are
             updated by attention.
-        attn_threshold: Weight above which a query uses a row.
         room: Rows that a slot may hold behind those of its prompt, which stay; ``None``: rows of
             prompts are evicted like others.
         ragged: Whether KV heads may hold different numbers of rows. Then ``capacity`` is the room
@@ -78,7 +77,6 @@ class Slab:
     capacity: int
     window_size: int = 0
     tracks: tuple[str, ...] = ()
-    attn_threshold: float = 0.0
     room: int | None = None
     ragged: bool = False
 

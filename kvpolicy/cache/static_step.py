@@ -409,7 +409,6 @@ class StaticStep:
             list(tracks.values()),
             accumulated,
             layer.accumulators,
-            layer.slab.attn_threshold,
             None if layer.window is None else layer.window[served],
             None if layer.bounds is None else layer.bounds[served],
         )

@@ -71,10 +71,6 @@ def _are_tracks(value: object) -> bool:
     return _are_names(value) and not any(name in ACCUMULATORS for name in value)  # type: ignore[attr-defined]
 
 
-def _is_threshold(value: object) -> bool:
-    return value is None or (type(value) in (int, float) and 0 <= value < 1)  # type: ignore[operator]
-
-
 def _are_hooks(value: object) -> bool:
     return _is_list(value, lambda one: type(one) is str and one in HOOKS)
 
@@ -112,9 +108,6 @@ class Declarations:
         (),
         _are_tracks,
         f'a tuple of distinct names other than {", ".join(ACCUMULATORS)}, such as ("name",)',
-    )
-    attn_threshold: float | None = _declaration(
-        None, _is_threshold, "an attention weight from 0 to below 1, such as 0.01"
     )
     registers: tuple[str, ...] = _declaration(
         (), _are_names, 'a tuple of distinct names, such as ("name",)'

@@ -18,7 +18,7 @@ from kvpolicy.hooks.declarations import HOOKS, Declarations
 from kvpolicy.hooks.late_checks import LateChecks
 from kvpolicy.hooks.manager import Check, HookListener, HookManager
 from kvpolicy.hooks.protection import protected_rows
-from kvpolicy.kernels.accumulators import ACCUMULATORS, ATTN_LAST
+from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.state import Bound, LayerWeights, Memory, Parts, Probe, Registers, WaitingRequest
 
 _COMPACTION_HOOKS = ("protect", "score", "select", "evict")
@@ -55,8 +55,6 @@ class Stack:
         observes: Arguments that some policy names in `observe`.
         marks: Arguments that some policy names in `mark`.
         tracks: Names of the per-row numbers that move with the rows.
-        attn_threshold: Attention weight above which a query uses a row; 0 if no policy asks for
-            the last use.
         window_size: Queries to remember; 0 if no policy reads them.
         n_first: First tokens of a sequence that the policies protect.
         n_last: Newest rows that the policies protect.
@@ -127,7 +125,6 @@ class Stack:
         self.n_first = max((one.protects[0] for one in self.declared), default=0)
         self.n_last = max((one.protects[1] for one in self.declared), default=0)
         self.tracks = self._declared_tracks(self.declared[: len(own)])
-        self.attn_threshold = self._threshold() if ATTN_LAST in self.reads and not depth else 0.0
         protects = self.n_first + self.n_last > 0
         self._asks_protect = self.implements("protect")
         chooses = protects or any(self.implements(hook) for hook in _BOUNDING_HOOKS)
@@ -281,19 +278,6 @@ class Stack:
             declared.append(track)
         return tuple(declared)
 
-    def _threshold(self) -> float:
-        """The one ``attn_threshold`` that the policies and parts declare."""
-        declared = {one.attn_threshold for one in self.declared} - {None}
-        if len(declared) == 1:
-            return float(declared.pop())  # type: ignore[arg-type]
-        who = f"policy '{'+'.join(self.names)}' reads {ATTN_LAST}"
-        if declared:
-            listed = " and ".join(f"{value:g}" for value in sorted(map(float, declared)))  # type: ignore[arg-type]
-            msg = f"{who} and declares attn_threshold = {listed}; a stack has one threshold"
-        else:
-            msg = f"{who} and declares no attn_threshold; give the weight above which a row is used"
-        raise PolicyLoadError(msg)
-
     def implements(self, hook: str) -> bool:
         """Whether a policy or part, and not only the defaults, implements a hook."""
         return bool(self._manager.impls(hook)) or any(
@@ -330,7 +314,6 @@ class Stack:
             capacity,
             self.window_size,
             self.tracks,
-            self.attn_threshold,
             room,
             ragged=heads == "shared",
         )

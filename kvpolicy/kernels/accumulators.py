@@ -11,12 +11,9 @@ With weights ``A`` and logits ``Z``, both fp32, of the query heads of a group:
     attn_squares         += sum of A^2
     attn_squares_logit   += sum of A^2 Z
     attn_squares_logit2  += sum of A^2 Z^2
-    attn_last             = position of the query, if A is above a threshold in any of these heads
 
 ``Z`` is what the softmax reads: scaled, and after a soft cap. A row that a query does not see gets
-nothing from it. Positions are exact in fp32 up to 2^24. A row that no query has used counts as used
-at its own position, as in methods that keep the time of the last use (LazyEviction, RaaS): the
-track holds 0 for it, and `last_used` gives the larger of the two.
+nothing from it.
 
 Shapes: ``B`` sequences, ``H_kv`` KV heads, ``T`` rows, and ``N`` queries of a KV head: those of all
 query heads of its group.
@@ -24,17 +21,15 @@ query heads of its group.
 
 from collections.abc import Collection, Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 ATTN_SUMS = "attn_sums"
 ATTN_SQUARES = "attn_squares"
 ATTN_SQUARES_LOGIT = "attn_squares_logit"
 ATTN_SQUARES_LOGIT2 = "attn_squares_logit2"
-ATTN_LAST = "attn_last"
 
 # In the order in which kernels are given them.
-ACCUMULATORS = (ATTN_SUMS, ATTN_SQUARES, ATTN_SQUARES_LOGIT, ATTN_SQUARES_LOGIT2, ATTN_LAST)
+ACCUMULATORS = (ATTN_SUMS, ATTN_SQUARES, ATTN_SQUARES_LOGIT, ATTN_SQUARES_LOGIT2)
 
 
 def read_logits(names: Collection[str]) -> bool:
@@ -46,8 +41,6 @@ def accumulate(
     tracks: Mapping[str, Tensor],
     weights: Tensor,
     logits: Tensor,
-    positions: Tensor | None,
-    threshold: float,
     live: Tensor | None = None,
 ) -> None:
     """Update accumulators by the weights of some queries.
@@ -56,27 +49,21 @@ def accumulate(
         tracks: Accumulators by name, ``[B, H_kv, T]`` each; changed in place.
         weights: Attention weights, ``[B, H_kv, N, T]``, fp32.
         logits: What their softmax read, likewise; overwritten if an accumulator is made from them.
-        positions: Positions of the queries, ``[B, N]``, or ``[B]`` if those of a KV head share it;
-            read for `ATTN_LAST` only.
-        threshold: Weight above which a query uses a row.
         live: Sequences whose rows receive anything, bool ``[B]``; ``None``: all.
     """
     if len(tracks) == 1 and ATTN_SUMS in tracks:  # what most policies read, in less Python
         received = weights.sum(dim=2)
         tracks[ATTN_SUMS].add_(received if live is None else received * live[:, None, None])
         return
-    for name, received in _received(tracks, weights, logits, positions, threshold):
+    for name, received in _received(tracks, weights, logits):
         if name in tracks:
-            new = received if live is None else received * live[:, None, None]
-            combine(name, tracks[name], new)
+            tracks[name].add_(received if live is None else received * live[:, None, None])
 
 
 def _received(
     names: Collection[str],
     weights: Tensor,
     logits: Tensor,
-    positions: Tensor | None,
-    threshold: float,
 ) -> Iterator[tuple[str, Tensor]]:
     """What rows receive from some queries, ``[B, H_kv, T]``, for these accumulators and others."""
     if ATTN_SUMS in names:
@@ -89,25 +76,3 @@ def _received(
             logits.masked_fill_(weights == 0, 0)  # 0 * -inf would be NaN
             for name in (ATTN_SQUARES_LOGIT, ATTN_SQUARES_LOGIT2):
                 yield name, powers.mul_(logits).sum(dim=2)
-    if ATTN_LAST in names:
-        assert positions is not None, "a last use has a position"
-        of_queries = positions.float().view(len(positions), 1, -1, 1)
-        yield ATTN_LAST, torch.where(weights > threshold, of_queries, 0).amax(dim=2)
-
-
-def combine(name: str, track: Tensor, received: Tensor) -> None:
-    """Update one accumulator in place by what its rows have received since."""
-    if name == ATTN_LAST:
-        torch.maximum(track, received, out=track)
-    else:
-        track += received
-
-
-def last_used(track: Tensor, positions: Tensor) -> Tensor:
-    """Position of the last query that used each row, ``[B, H_kv, T]``, int64.
-
-    Args:
-        track: The accumulator ``attn_last``, ``[B, H_kv, T]``.
-        positions: Positions of the rows, ``[B, H_kv, T]``, int64.
-    """
-    return torch.maximum(track.long(), positions)

@@ -81,7 +81,6 @@ class DecodeSlabs:
         tracks: Numbers of the rows, ``[W, H_kv, R]`` each, which move with them.
         accumulated: More such tracks, fp32, which the weights of each row update.
         accumulators: Their names, see `kvpolicy.kernels.accumulators`.
-        attn_threshold: Weight above which a query uses a row.
         window: The last queries, ``[W, H_q, N, D]``, that at position p at index ``p % N``;
             ``None``: they are not wanted.
         bounds: Where KV heads hold different numbers of rows, the bounds of their segments in the
@@ -98,7 +97,6 @@ class DecodeSlabs:
     accumulators: list[str] = attrs.field(
         factory=list, validator=attrs.validators.deep_iterable(attrs.validators.in_(ACCUMULATORS))
     )
-    attn_threshold: float = 0.0
     window: Tensor | None = None
     bounds: Tensor | None = None
 
@@ -175,7 +173,7 @@ def attend_with_torch(
         _remember(slabs.window, query, seq_len, live, scaling)
     if held.places is not None:
         return _attend_to_places(
-            query, slabs, held, seq_len, live, scaling=scaling, softcap=softcap, sinks=sinks
+            query, slabs, held, live, scaling=scaling, softcap=softcap, sinks=sinks
         )
     mask = held.mask
     if sliding_window:
@@ -187,8 +185,6 @@ def attend_with_torch(
         slabs.values[:, :, :most],
         mask,
         {name: track[:, :, :most] for name, track in slabs.accumulated_by_name.items()},
-        slabs.attn_threshold,
-        seq_len,
         None if held.chosen is None else live,
         scaling,
         softcap,
@@ -200,7 +196,6 @@ def _attend_to_places(
     query: Tensor,
     slabs: DecodeSlabs,
     held: HeldRows,
-    seq_len: Tensor,
     live: Tensor,
     *,
     scaling: float,
@@ -222,8 +217,6 @@ def _attend_to_places(
         copied(slabs.values),
         held.mask,
         accumulated,
-        slabs.attn_threshold,
-        seq_len,
         None if held.chosen is None else live,
         scaling,
         softcap,
@@ -242,8 +235,6 @@ def attend_to_rows(
     values: Tensor,
     mask: Tensor | None,
     accumulated: Mapping[str, Tensor],
-    attn_threshold: float,
-    seq_len: Tensor,
     live: Tensor | None,
     scaling: float,
     softcap: float,
@@ -257,8 +248,6 @@ def attend_to_rows(
         values: ``[W, H_kv, T, D]``.
         mask: Rows to attend to, bool ``[W, 1 or H_kv, 1, T]``; ``None``: all.
         accumulated: Accumulators by name, ``[W, H_kv, T]`` each; changed in place.
-        attn_threshold: See `DecodeSlabs`.
-        seq_len: Positions of the queries, ``[W]``.
         live: Slots whose rows receive anything, bool ``[W]``; ``None``: all.
         scaling: Factor on the logits.
         softcap: See `attend_with_torch`.
@@ -276,7 +265,7 @@ def attend_to_rows(
         return output.reshape(query.shape)
     weights, logits = _weights(grouped, keys, mask, scaling, softcap, sinks)
     if accumulated:
-        accumulate(accumulated, weights, logits, seq_len, attn_threshold, live)
+        accumulate(accumulated, weights, logits, live)
     return (weights.to(values.dtype) @ values).reshape(query.shape)
 
 

@@ -72,12 +72,9 @@ def _attend(
     squares,
     squares_logit,
     squares_logit2,
-    last,
     sinks,
     scaling,
     softcap,
-    threshold,
-    position,
     output,
 ):
     """Attend from the heads of a group, ``[G, D]``, to the rows of their KV head, ``[T, D]``.
@@ -119,9 +116,6 @@ def _attend(
             squares_logit[row] += logits[row] * logits[row] * read[row]
         for row in range(squares_logit2.shape[0]):
             squares_logit2[row] += logits[row] * logits[row] * read[row] * read[row]
-        for row in range(last.shape[0]):
-            if logits[row] > threshold:
-                last[row] = position
     output[:] = 0
     for row in range(num_rows):
         for member in range(group):
@@ -135,7 +129,7 @@ _ROWS, _SLAB, _SLAB_OF_NUMBERS = "f4[:,:,:]", "f4[:,:,:,::1]", "f4[:,:,::1]"
 _SIGNATURE = (
     f"void({_ROWS}, {_ROWS}, {_ROWS}, {_SLAB}, {_SLAB}, i8[:,:,::1], "
     f"{', '.join([_SLAB_OF_NUMBERS] * len(ACCUMULATORS))}, {_SLAB}, "
-    f"i8[:], b1[:], i8[:,:], i8, f4[:], i8[:,:], f4, f4, i8, f4, f4, {_SLAB_OF_NUMBERS})"
+    f"i8[:], b1[:], i8[:,:], i8, f4[:], i8[:,:], f4, f4, i8, f4, {_SLAB_OF_NUMBERS})"
 )
 
 
@@ -157,7 +151,6 @@ def _decode(
     squares,
     squares_logit,
     squares_logit2,
-    last,
     window,
     seq_len,
     live,
@@ -168,7 +161,6 @@ def _decode(
     scaling,
     softcap,
     sliding_window,
-    threshold,
     factor,
     output,
 ):
@@ -204,12 +196,9 @@ def _decode(
                 _cut(squares, slot, at, first, end),
                 _cut(squares_logit, slot, at, first, end),
                 _cut(squares_logit2, slot, at, first, end),
-                _cut(last, slot, at, first, end),
                 sinks[head * group : (head + 1) * group],
                 scaling,
                 softcap,
-                threshold,
-                position,
                 output[slot, head * group : (head + 1) * group],
             )
         else:
@@ -258,7 +247,6 @@ class NumbaLayer:
             slabs.keys.shape[2],
         ]
         self._rows = counts.rows.numpy()
-        self._threshold = slabs.attn_threshold
 
     def __call__(
         self,
@@ -289,7 +277,6 @@ class NumbaLayer:
             scaling,
             softcap,
             self._sliding_window,
-            self._threshold,
             window_factor(scaling, query.shape[2]),
             output.numpy(),
         )

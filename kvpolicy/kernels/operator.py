@@ -21,8 +21,7 @@ _LIBRARY = torch.library.Library("kvpolicy", "DEF")
 _LIBRARY.define(
     "decode(Tensor query, Tensor key, Tensor value, "
     "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) positions, Tensor(d!)[] tracks, "
-    "Tensor(e!)[] accumulated, str[] accumulators, float attn_threshold, Tensor(f!)? window, "
-    "Tensor? bounds, "
+    "Tensor(e!)[] accumulated, str[] accumulators, Tensor(f!)? window, Tensor? bounds, "
     "Tensor rows, Tensor seq_len, Tensor live, "
     "float scaling, float softcap, Tensor? sinks, int sliding_window) -> Tensor"
 )

@@ -156,12 +156,9 @@ def _join_chunks(
     squares,
     squares_logit,
     squares_logit2,
-    last,
     rows,
-    seq_len,
     live,
     bounds,
-    threshold,
     track_slot,
     track_head,
     track_row,
@@ -181,7 +178,6 @@ def _join_chunks(
     SQUARES: tl.constexpr,
     SQUARES_LOGIT: tl.constexpr,
     SQUARES_LOGIT2: tl.constexpr,
-    LAST: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
     """Output of one group of query heads; program c updates what the rows of chunk c accumulate."""
@@ -222,7 +218,7 @@ def _join_chunks(
         at = ((entry * GROUP + g) * DIM)[:, None] + d[None, :]
         output = (output / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + at, output, mask=is_head[:, None] & is_dim[None, :])
-    if SUMS or SQUARES or SQUARES_LOGIT or SQUARES_LOGIT2 or LAST:
+    if SUMS or SQUARES or SQUARES_LOGIT or SQUARES_LOGIT2:
         stop = tl.minimum((chunk + 1) * CHUNK, held)
         for first in range(chunk * CHUNK, stop, BLOCK):
             row = first + tl.arange(0, BLOCK)
@@ -247,10 +243,6 @@ def _join_chunks(
                 _add(squares_logit + at, weights * weights * x, is_row)
             if SQUARES_LOGIT2:
                 _add(squares_logit2 + at, weights * weights * x * x, is_row)
-            if LAST:
-                position = tl.load(seq_len + slot).to(tl.float32)
-                is_used = is_row & (tl.max(weights, 0) > threshold)
-                tl.store(last + at, tl.zeros((BLOCK,), tl.float32) + position, mask=is_used)
 
 
 @triton.jit
@@ -359,10 +351,8 @@ def attend(
         out,
         *(accumulated.get(name, out) for name in ACCUMULATORS),
         rows,
-        counts.seq_len,
         live,
         rows if bounds is None else bounds,
-        slabs.attn_threshold,
         *track_strides.pop(),
         rows.stride(0),
         0 if bounds is None else bounds.stride(0),

@@ -4,7 +4,6 @@ Its queries are after RoPE. It records what policies read: the most recent queri
 accumulate of the attention that they receive.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from kvpolicy.cache.probe_step import ProbeStep
 from kvpolicy.cache.softmax import PLAIN, Softmax
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
-from kvpolicy.kernels.accumulators import ATTN_LAST, accumulate, combine, read_logits
+from kvpolicy.kernels.accumulators import accumulate, read_logits
 from kvpolicy.model.config import hiding_window
 from kvpolicy.model.marking import HasMarking, mark_static_rows
 
@@ -60,15 +59,12 @@ def attend(
     accumulated = {
         name: keys.new_zeros(keys.shape[:3], dtype=torch.float32) for name in layer.accumulators
     }
-    threshold = layer.slab.attn_threshold
-    output = _weighted(
-        step, layout, queries, keys, values, scaling, softmax, accumulated, threshold
-    )
+    output = _weighted(step, layout, queries, keys, values, scaling, softmax, accumulated)
     for name, received in accumulated.items():
         if layout.kept is not None:
             index = layout.kept[:, None].expand(-1, received.shape[1], -1)
             received = received.gather(2, index)
-        layout.update(layer.tracks[name], step.served, partial(combine, name, received=received))
+        layout.add(layer.tracks[name], step.served, received)
     return output
 
 
@@ -151,7 +147,6 @@ def _weighted(
     scaling: float,
     softmax: Softmax,
     accumulated: dict[str, Tensor],
-    attn_threshold: float,
 ) -> Tensor:
     """Attention by softmax weights, ``[B, H_q, L, D]``, in blocks of queries.
 
@@ -163,11 +158,6 @@ def _weighted(
         # A product of large keys and queries may exceed what half precision can hold.
         queries, keys = queries.float(), keys.float()
     is_real = torch.from_numpy(step.is_real).to(keys.device) if step.has_pads else None
-    positions = None
-    if ATTN_LAST in accumulated:  # of the queries of a group, [B, G, L]
-        group = queries.shape[1] // keys.shape[1]
-        positions = torch.from_numpy(step.position_ids)[:, None].repeat(1, group, 1)
-        positions = positions.to(keys.device)
     output = torch.empty_like(queries, dtype=values.dtype)
     num_bytes = BLOCK_BYTES if keys.device.type == "cpu" else BLOCK_BYTES_ON_GPU
     block = max(1, num_bytes // (4 * num_rows * queries.shape[:2].numel()))
@@ -183,8 +173,7 @@ def _weighted(
         weights = weights.flatten(2, 3)  # [B, H_kv, G * L, T]
         if accumulated:
             tracks = {name: track[:, :, seen] for name, track in accumulated.items()}
-            at = None if positions is None else positions[:, :, now].flatten(1)
-            accumulate(tracks, weights, logits.flatten(2, 3), at, attn_threshold)
+            accumulate(tracks, weights, logits.flatten(2, 3))
         del logits
         grouped = weights.to(values.dtype) @ values[:, :, seen]
         output[:, :, now] = grouped.unflatten(2, (-1, now.stop - start)).flatten(1, 2)

@@ -22,7 +22,6 @@ from kvpolicy.engine.requests.sequence import Sequence as ServedSequence
 from kvpolicy.errors import BudgetError, KVPolicyError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
-from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.model.attention import attend
 from kvpolicy.model.rope import rotate_halves
 from kvpolicy.plan.spec import PolicySpec
@@ -252,10 +251,7 @@ class _Layer:
     def decide(self, probe_queries: Tensor | None) -> Tensor:
         """Rows that stay of each sequence, ``[B, H_kv, K]``; all if nothing is due."""
         rows = LayerRows(self.cache, _LAYER, range(self.cache.num_slots))
-        numbers = {
-            name: rows.accumulated(name) if name in ACCUMULATORS else rows.track(name)
-            for name in self.stack.tracks
-        }
+        numbers = {name: rows.track(name) for name in self.stack.tracks}
         given = GivenRows(
             keys=rows.keys,
             values=rows.values,

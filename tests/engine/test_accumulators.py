@@ -1,7 +1,6 @@
 """What rows accumulate of attention: against loops, over chunks, batches, evictions and paths."""
 
 from collections.abc import Generator, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
@@ -19,13 +18,11 @@ from transformers import PreTrainedModel
 from kvpolicy import Engine, Plan, PolicyCache, hookimpl
 from kvpolicy.compat import cache_argument
 from kvpolicy.engine.memory.footprint import footprint
-from kvpolicy.errors import PolicyLoadError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.kernels.accumulators import ACCUMULATORS
-from kvpolicy.testing import keep_rows, replay
+from kvpolicy.testing import replay
 
 NUM_HEADS, NUM_KV_HEADS, GROUP, DIM = 4, 2, 2, 4
-THRESHOLD = 0.2
 # fp32 sums over up to 60 queries, and over squares of logits of up to 10.
 ATOL, LOGIT_ATOL = 1e-4, 1e-2
 
@@ -37,7 +34,6 @@ Seen = dict[tuple[str, int, int], float]
 class Watch:
     """Notes what rows have accumulated, by prompt, layer and tokens seen; wraps other policies."""
 
-    attn_threshold: float = THRESHOLD
     seen: dict[tuple[int, int, int], Seen] = attrs.field(factory=dict)
 
     @hookimpl(wrapper=True)
@@ -49,15 +45,11 @@ class Watch:
         attn_squares: Tensor,
         attn_squares_logit: Tensor,
         attn_squares_logit2: Tensor,
-        attn_last: Tensor,
         seq_len: Tensor,
         prompt_len: Tensor,
     ) -> Generator[None, Tensor, Tensor]:
-        assert attn_last.dtype == torch.int64
-        assert (attn_last >= positions).all()
-        assert (attn_last < seq_len[:, None, None]).all()
         sums = (attn_sums, attn_squares, attn_squares_logit, attn_squares_logit2)
-        numbers = dict(zip(ACCUMULATORS, [*sums, attn_last], strict=True))
+        numbers = dict(zip(ACCUMULATORS, sums, strict=True))
         for b, length in enumerate(prompt_len.tolist()):
             self.seen[length, layer_idx, int(seq_len[b])] = {
                 (name, head, row): number
@@ -87,7 +79,7 @@ class KeyLengths:
 def assert_equal(one: Seen, other: Seen) -> None:
     assert one.keys() == other.keys()
     for key in one:
-        atol = 0 if key[0] == "attn_last" else LOGIT_ATOL if "logit" in key[0] else ATOL
+        atol = LOGIT_ATOL if "logit" in key[0] else ATOL
         assert one[key] == pytest.approx(other[key], abs=atol), key
 
 
@@ -126,7 +118,7 @@ def loops(
     for head in range(NUM_KV_HEADS):
         numbers: dict[int, dict[str, float]] = {}
         for token in range(keys.shape[1]):
-            numbers[token] = dict.fromkeys(ACCUMULATORS, 0.0) | {"attn_last": float(token)}
+            numbers[token] = dict.fromkeys(ACCUMULATORS, 0.0)
             rows = list(numbers)
             group = range(head * GROUP, (head + 1) * GROUP)
             of_heads = [
@@ -135,7 +127,7 @@ def loops(
             for index, row in enumerate(rows):
                 weights, logits = ([one[part][index] for one in of_heads] for part in (1, 2))
                 numbers[row] = {
-                    name: reference.accumulated(name, before, weights, logits, token, THRESHOLD)
+                    name: reference.accumulated(name, before, weights, logits)
                     for name, before in numbers[row].items()
                 }
             if token + 1 in kept:
@@ -283,8 +275,7 @@ def _reader(name: str) -> type:
     """A policy that reads one argument."""
     scope: dict[str, Any] = {"hookimpl": hookimpl}
     exec(f"@hookimpl\ndef score(self, {name}): return {name}.double()", scope)
-    body = {"score": scope["score"], "attn_threshold": THRESHOLD}
-    return type("Reader", (), body)
+    return type("Reader", (), {"score": scope["score"]})
 
 
 @pytest.mark.parametrize("name", ACCUMULATORS)
@@ -296,25 +287,6 @@ def test_each_costs_a_track_and_only_if_it_is_named(name: str) -> None:
     ]
     assert sizes[1] - sizes[0] == 13 * NUM_KV_HEADS * 4
     assert Stack([("one", _reader(name)())]).tracks == (name,)
-
-
-# Thresholds
-
-
-def test_a_last_use_needs_one_threshold() -> None:
-    def policy(**attributes: object) -> object:
-        return type("Mine", (_reader("attn_last"),), attributes)()
-
-    with pytest.raises(PolicyLoadError, match=r"'a' .*attn_threshold"):
-        Stack([("a", policy(attn_threshold=None))])
-    with pytest.raises(PolicyLoadError, match=r"0\.1 and 0\.2"):
-        Stack([("a", policy(attn_threshold=0.1)), ("b", policy(attn_threshold=0.2))])
-    parts = [("a", policy(attn_threshold=0.1)), ("b", policy(attn_threshold=None))]
-    combining = type("All", (_reader("keys"),), {"parts": parts, "attn_threshold": None})()
-    assert Stack([("all", combining)]).attn_threshold == 0.1
-    assert Stack([("a", policy(attn_threshold=0))]).slab(4).attn_threshold == 0
-    unread = type("Mine", (_reader("keys"),), {"attn_threshold": 0.3})()
-    assert Stack([("a", unread)]).attn_threshold == 0
 
 
 # Policies
@@ -329,26 +301,12 @@ class RemovedValues:
         return attn_squares * values.float().square().sum(dim=-1)
 
 
-@attrs.define(eq=False, kw_only=True)
-class LeastRecentlyUsed:
-    """Rows that no query has used for longest leave."""
-
-    attn_threshold: float = THRESHOLD
-
-    @hookimpl
-    def score(self, seq_len: Tensor, attn_last: Tensor) -> Tensor:
-        age = seq_len[:, None, None] - attn_last
-        return -age.double()
-
-
-def kept_by(
-    rank: Any, keys: Tensor, values: Tensor, queries: Tensor, at: Sequence[int], budget: int
+def kept_by_loops(
+    keys: Tensor, values: Tensor, queries: Tensor, at: Sequence[int], budget: int
 ) -> list[list[list[int]]]:
-    """Positions that stay at each compaction in each head, token by token.
+    """Positions that `RemovedValues` keeps at each compaction in each head, token by token.
 
     Args:
-        rank: Makes the rank of a row from what it had before, the token, and a function that
-            gives output and weights of a query head with or without the value of a row.
         keys: ``[H_kv, T, D]``.
         values: Likewise.
         queries: ``[H_q, T, D]``.
@@ -357,54 +315,29 @@ def kept_by(
     """
     kept: list[list[list[int]]] = [[] for _ in at]
     for head in range(NUM_KV_HEADS):
-        ranks: dict[int, float] = {}
+        errors: dict[int, float] = {}
         for token in range(keys.shape[1]):
-            ranks[token] = rank(None, token, None, None)
-            rows = list(ranks)
+            errors[token] = 0.0
+            rows = list(errors)
             for q in range(head * GROUP, (head + 1) * GROUP):
                 query, held = queries[q, token], keys[head, rows]
-                outcome = attention(query, held, values[head, rows])
+                output, *_ = attention(query, held, values[head, rows])
                 for index, row in enumerate(rows):
                     without = values[head, rows].clone()
                     without[index] = 0
-                    removed = partial(attention, query, held, without)
-                    ranks[row] = rank(ranks[row], token, removed, (outcome[0], outcome[1][index]))
+                    removed, *_ = attention(query, held, without)
+                    errors[row] += sum((a - b) ** 2 for a, b in zip(output, removed, strict=True))
             if token + 1 in at:
-                best = sorted(rows, key=lambda row: (ranks[row], row))[-budget:]
-                ranks = {row: ranks[row] for row in sorted(best)}
+                best = sorted(rows, key=lambda row: (errors[row], row))[-budget:]
+                errors = {row: errors[row] for row in sorted(best)}
                 kept[at.index(token + 1)].append(sorted(best))
     return kept
 
 
-def error_of_removal(before: float | None, _: int, removed: Any, outcome: Any) -> float:
-    if before is None:
-        return 0.0
-    output, _ = outcome
-    return before + sum((a - b) ** 2 for a, b in zip(output, removed()[0], strict=True))
-
-
-def last_use(before: float | None, token: int, _: Any, outcome: Any) -> float:
-    if before is None:
-        return token
-    return token if outcome[1] > THRESHOLD else before
-
-
-@pytest.mark.parametrize(
-    ("policy", "rank"),
-    [(RemovedValues, error_of_removal), (LeastRecentlyUsed, last_use)],
-    ids=["squares", "last use"],
-)
 @pytest.mark.parametrize("seed", range(3))
-def test_policies_keep_what_brute_force_keeps(policy: Any, rank: Any, seed: int) -> None:
+def test_a_policy_keeps_what_brute_force_keeps(seed: int) -> None:
     keys, values, queries = drawn(seed, 22)
     at, budget = [9, 12, 17, 22], 6
-    kept = replay(policy(), keys, values, queries, budget=budget, prompt=9, compact_at=at)
-    expected = kept_by(rank, keys[0], values[0], queries[0], at, budget)
+    kept = replay(RemovedValues(), keys, values, queries, budget=budget, prompt=9, compact_at=at)
+    expected = kept_by_loops(keys[0], values[0], queries[0], at, budget)
     assert [one[0].tolist() for one in kept] == expected
-
-
-def test_rows_that_no_query_has_used_count_from_their_own_token() -> None:
-    keys, values, queries = (0 * one for one in drawn(0, 8))
-    keys[:, :, 1] = queries[:, :, 2] = 9.0  # only the third token uses a row, the second
-    keep = keep_rows(LeastRecentlyUsed(attn_threshold=0.9), keys, values, queries, budget=3)
-    assert keep.tolist() == [[[5, 6, 7]] * NUM_KV_HEADS]

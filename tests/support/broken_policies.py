@@ -30,12 +30,14 @@ class Building:
 
 
 @attrs.define(eq=False)
-class NoThreshold:
-    """Reads when rows were used last, and does not say what a use is."""
+class TakenTrack:
+    """Declares a track under the name of what the engine accumulates."""
+
+    tracks = ("attn_sums",)
 
     @hookimpl
-    def score(self, attn_last: Tensor) -> Tensor:
-        return attn_last.double()
+    def score(self, attn_sums: Tensor) -> Tensor:
+        return attn_sums
 
 
 @attrs.define(eq=False)
@@ -526,7 +528,7 @@ class Knobs:
 BROKEN: dict[str, list[type]] = defaultdict(
     list,
     {
-        "building": [Building, NoThreshold],
+        "building": [Building, TakenTrack],
         "answers": [Answers, ValuesOfOneRow],
         "sizes": [Sizes],
         "grouped_queries": [GroupedQueries],

@@ -34,7 +34,7 @@ APPEND = {**SLAB, **GROUP, "GROUP_BLOCK": 4, "WINDOW_SIZE": 8, "SLIDES": True, "
 MOVE = {"FILL": 0, "DIM": 128, "COLUMNS": 32, "BLOCK": 64}
 COMPACT = {**MOVE, "HEADS": 8, "MOST_KEPT": 1024}
 RKV = {"HEADS": 8, "ROWS": 1152, "DIM": 128, "DIM_BLOCK": 128, "BLOCK": 64}
-TRACKS = ("SUMS", "SQUARES", "SQUARES_LOGIT", "SQUARES_LOGIT2", "LAST")
+TRACKS = ("SUMS", "SQUARES", "SQUARES_LOGIT", "SQUARES_LOGIT2")
 NO_TRACKS = {"SINKS": False, **dict.fromkeys(TRACKS, False)}
 SUMS = NO_TRACKS | {"SUMS": True}
 EVERY_TRACK = {"SINKS": True, **dict.fromkeys(TRACKS, True)}
@@ -47,7 +47,7 @@ SHORT["GROUP_BLOCK"], SHORT["DIM_BLOCK"] = triton_decode.blocks_of(4, 8, tensor_
 # Types of what a kernel is given, by the names of its arguments. All other names are strides.
 TYPES = {
     "*bf16": "query key value keys values window out sinks slab logits",
-    "*fp32": "sums squares squares_logit squares_logit2 last chunk_top chunk_total chunk_output "
+    "*fp32": "sums squares squares_logit squares_logit2 chunk_top chunk_total chunk_output "
     "inverse_norms unit_sums similarity totals",
     "*i64": "positions rows seq_len keep slots start num_kept num_rows bounds",
     "*i32": "exempt",

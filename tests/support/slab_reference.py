@@ -28,11 +28,9 @@ def attention(query, keys, values, seen, scaling, softcap=None, sink=None):
     return output, weights, logits
 
 
-def accumulated(name, before, weights, logits, position, threshold):
+def accumulated(name, before, weights, logits):
     """What one row has accumulated after one more query, from its weights and logits by head."""
     parts = [(a, 0.0 if z is None else z) for a, z in zip(weights, logits, strict=True)]
-    if name == "attn_last":
-        return position if any(a > threshold for a, _ in parts) else before
     received = {
         "attn_sums": lambda a, _: a,
         "attn_squares": lambda a, _: a**2,

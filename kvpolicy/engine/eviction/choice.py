@@ -62,7 +62,7 @@ def _score_arguments(
         "queries": rows.queries if "queries" in reads else None,
         "probe_queries": rows.probe_queries if "probe_queries" in reads else None,
         "attn_weights": rows.attn_weights if "attn_weights" in reads else None,
-        **{name: rows.accumulated(name) if name in reads else None for name in ACCUMULATORS},
+        **{name: rows.track(name) if name in reads else None for name in ACCUMULATORS},
         "seq_len": rows.seq_len,
         "num_new": rows.num_new if "num_new" in reads else None,
         "buffer": buffer,

@@ -266,9 +266,6 @@ class _Rows:
     def track(self, name: str) -> Tensor:
         return self.numbers[name]
 
-    def accumulated(self, name: str) -> Tensor:
-        return self.numbers[name]
-
     def set_track(self, name: str, values: Tensor) -> None:
         like = self.numbers[name]
         self.numbers[name] = checked_numbers(f"track '{name}' was given", values, like.shape, like)

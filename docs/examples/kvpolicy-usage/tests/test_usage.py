@@ -20,9 +20,9 @@ def engine_of():
 
 def test_another_engine_gets_the_same_decision_from_tensors_alone() -> None:
     positions = torch.arange(12).expand(1, 2, -1)
-    last = torch.full((1, 2, 12), -1).maximum(positions)
-    last[0, 0, 3], last[0, 1, 5] = 12, 12  # the newest query has used another row in each head
-    rows = GivenRows(positions=positions, tracks={"attn_last": last}, prompt_len=torch.tensor([8]))
+    weights = torch.zeros(1, 2, 1, 12)
+    weights[0, 0, 0, 3], weights[0, 1, 0, 5] = 0.9, 0.9  # the newest query uses these rows
+    rows = GivenRows(positions=positions, attn_weights=weights, prompt_len=torch.tensor([8]))
     decision = decide([LastUsed(), Question(size=2)], rows, budget=4)
     assert decision.keep.tolist() == [[[3, 6, 7, 11], [5, 6, 7, 11]]]
 
