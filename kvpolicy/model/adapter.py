@@ -93,7 +93,6 @@ class ModelAdapter:
 
     Attributes:
         num_layers: Decoder layers.
-        vocab_size: Token ids are below this.
         max_positions: Tokens a sequence may have, prompt and generation together.
         longrope_length: Tokens that no sequence can cross, if there is such a number.
         rotates_by_length: Whether the rotary embedding depends on the length of the prompt.
@@ -149,15 +148,21 @@ class ModelAdapter:
     def _read_config(self) -> None:
         """Read what the configuration says of the model; raises `ModelError` if it is refused."""
         model, config = self.model, self._config
+        config.vocab_size  # noqa: B018 - one that has none is refused now
         check_runs(model, config)
         check_rope(model)
         self._windows = sliding_windows(config)
         self.num_layers: int = config.num_hidden_layers
-        self.vocab_size: int = config.vocab_size
         self.hidden_size: int = config.hidden_size
         self.max_positions = max_positions(config)
         self.longrope_length = longrope_length(config)
         self.stop_ids = stop_ids(model)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this; `resize_token_embeddings` may change it at any time."""
+        size: int = self._config.vocab_size
+        return size
 
     @property
     def weights(self) -> PackedWeights:

@@ -35,6 +35,8 @@ _NUM_TOKENS = 24
 class ToyModel(ModelAdapter):
     """A random decoder that is cheap to run; equal arguments give equal weights."""
 
+    vocab_size: int = 0
+
     def __init__(
         self,
         *,

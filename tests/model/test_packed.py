@@ -392,6 +392,15 @@ def test_models_that_cannot_be_packed_are_refused_in_one_sentence(
     assert not any(one.isnan().any() for one in model.parameters() if not one.is_meta)
 
 
+def test_tokens_that_are_added_after_packing_are_refused() -> None:
+    model = tiny_model("llama")
+    engine = Engine(model, plan=FULL, cpu_weights="packed")
+    model.resize_token_embeddings(64, mean_resizing=False)
+    (refused,) = engine.generate([[5, 63]], max_new_tokens=1).results()
+    assert refused.error is not None
+    assert "63" in refused.error
+
+
 def test_wrong_values_are_refused() -> None:
     with pytest.raises(KVPolicyError, match="fast"):
         Engine(tiny_model(), plan=FULL, cpu_weights="fast")  # type: ignore[arg-type]

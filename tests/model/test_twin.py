@@ -219,6 +219,25 @@ def test_dtype_change_after_building_the_engine_takes_effect(move: str, model: A
     assert engine.generate([PROMPT]).cache.layers[0].keys.dtype == model.dtype
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_tokens_that_are_added_after_building_the_engine_can_be_given_and_drawn(
+    eager: bool,
+) -> None:
+    model = tiny_model("llama", bos_token_id=1)
+    engine = Engine(model, plan=FULL, eager=eager)
+    (refused,) = engine.generate([[5, 63]], max_new_tokens=1).results()
+    assert refused.error is not None
+    assert "63" in refused.error
+    model.resize_token_embeddings(64, mean_resizing=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[61:].copy_(torch.eye(3, 32))
+        model.lm_head.weight[61:] = 2 * model.lm_head.weight[:3]
+    prompt = [5, 63, 2]
+    (result,) = engine.generate([prompt], max_new_tokens=12).results()
+    assert list(result.tokens) == greedy_tokens(model, prompt, 12)
+    assert max(result.tokens) > 60
+
+
 def test_tied_weights_stay_tied() -> None:
     model = tiny_model(tie_word_embeddings=True)
     engine = Engine(model, plan=FULL)

@@ -304,7 +304,8 @@ def encode(
             msg = (
                 f"the tokenizer gives token id {outside[0]}, and the model has 0 to "
                 f"{vocab_size - 1}; give the engine the tokenizer of this model, or call "
-                "model.resize_token_embeddings(len(tokenizer)) before the engine is made"
+                "model.resize_token_embeddings(len(tokenizer)), with packed weights before they "
+                "are packed"
             )
         raise RequestError(msg)
     return ids
