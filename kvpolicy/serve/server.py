@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import attrs
 import uvicorn
-from h11 import IDLE
+from h11 import ERROR, IDLE, SEND_BODY
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvpolicy.errors import KVPolicyError, error_summary
@@ -26,6 +26,8 @@ from kvpolicy.serve.settings import ServerSettings
 
 KEEP_ALIVE_S = 10
 HALF_CLOSED_S = 0.5  # for an answer to a client that has closed its side of the connection
+LINGER_S = 2.0  # for a client that is still sending to read its answer
+LINGER_BYTES = 16 << 20  # that it may send meanwhile
 MAX_HEAD = 16 << 10  # bytes of the first line and the headers
 _FLUSH_S = 5  # for what has been generated to reach the clients, at the end
 
@@ -143,7 +145,8 @@ def _protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
         """A connection that ends if its client sends no request, or reads no answer, for a time."""
 
         def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+            self._lingering = _Lingering(self.loop, transport, self._is_receiving)
+            super().connection_made(cast("Any", self._lingering))
             if len(self.connections) > settings.max_connections:
                 # The newest itself, if all others have a request.
                 cast("TimedProtocol", next(iter(idle), self)).transport.abort()
@@ -153,6 +156,9 @@ def _protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
             self._await_head()
 
         def data_received(self, data: bytes) -> None:
+            if self._lingering.runs:
+                self._lingering.drop(data)
+                return
             super().data_received(data)
             self._await_head()
 
@@ -184,6 +190,7 @@ def _protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
             self._head.stop()
             self._write.stop()
             self._half.stop()
+            self._lingering.stop()
             idle.pop(self, None)
             super().connection_lost(exc)
 
@@ -195,6 +202,10 @@ def _protocol(settings: ServerSettings) -> type[asyncio.Protocol]:
             else:
                 self._head.stop()
                 idle.pop(self, None)
+
+        def _is_receiving(self) -> bool:
+            """Whether the client may send more of a request, or of what is none."""
+            return self.conn.their_state in (SEND_BODY, ERROR)
 
     return TimedProtocol
 
@@ -223,3 +234,54 @@ class _Timer:
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
+
+
+class _Lingering:
+    """A transport whose `close` waits for a client that is still sending.
+
+    A connection that is closed before all that was sent has been read is reset, and the client
+    loses the answer. So it is told that nothing more comes, and what it sends is dropped until it
+    closes its side, too, or has taken too long or sent too much (RFC 9112, section 9.6).
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        transport: asyncio.Transport,
+        is_receiving: Callable[[], bool],
+    ) -> None:
+        self._transport, self._is_receiving = transport, is_receiving
+        self._timer = _Timer(loop, LINGER_S, transport.close)
+        self._left = LINGER_BYTES
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it waits."""
+        return self._timer.runs
+
+    def is_closing(self) -> bool:
+        """Whether nothing more is sent."""
+        return self.runs or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Send nothing more, and close the connection; called again, at once."""
+        if self.is_closing() or not self._is_receiving():
+            self._transport.close()
+            return
+        if self._transport.can_write_eof():  # not with TLS
+            self._transport.write_eof()
+        self._transport.resume_reading()
+        self._timer.start()
+
+    def drop(self, data: bytes) -> None:
+        """Take what the client sends while this waits."""
+        self._left -= len(data)
+        if self._left < 0:
+            self._transport.close()
+
+    def stop(self) -> None:
+        """Wait no longer."""
+        self._timer.stop()

@@ -243,7 +243,7 @@ def test_a_server_that_stops_finishes_what_runs_and_refuses_what_comes() -> None
         running.gate.close()
         first = client.completions.create(**body, stream=True)
         second = client.completions.create(**body, stream=True)
-        until(lambda: len(running.server.server_state.tasks) == 2)
+        until(lambda: running.num_open() == 2)
         running.server.stop()
         until(lambda: running.health() == (200, 503))
         with pytest.raises(openai.InternalServerError) as caught:
@@ -275,7 +275,7 @@ def test_what_does_not_end_in_time_is_cancelled_with_an_error() -> None:
 
         waiting = threading.Thread(target=wait)
         waiting.start()
-        until(lambda: len(running.server.server_state.tasks) == 2)
+        until(lambda: running.num_open() == 2)
         running.server.stop()
         until(lambda: running.health() == (200, 503))
         running.skip(SHUTDOWN_TIMEOUT_S)
