@@ -213,8 +213,8 @@ class ModelAdapter:
     def check_forward(self, *, static: bool) -> None:
         """Run a few tokens in all ways in which they will be run, so that it is refused now.
 
-        Two tokens alone are compared with the same tokens beside a longer prompt: the first in a
-        prefill with pads, the second in a decode step.
+        The second of two tokens is prefilled beside a shorter prompt, and decoded after a padded
+        one. Both ways give the same numbers.
 
         Args:
             static: Whether decode steps are static.
@@ -224,24 +224,20 @@ class ModelAdapter:
         """
         check_loaded(self.model)
         try:
-            alone, expected = self._run_alone([self._any_token] * 2, position=0)
-            self._softmax = [layer.softmax for layer in alone.layers]
-            beside, logits = self._run_beside(static=static)
+            cache, prefilled, decoded = self._run_both_ways(static=static)
         except KVPolicyError:
             raise
         except Exception as error:  # whatever code of the model may raise
             msg = (
-                f"model {type(self.model).__name__} cannot be run: a forward of two tokens fails "
+                f"model {type(self.model).__name__} cannot be run: a forward of a few tokens fails "
                 f"with {error_summary(error)}"
             )
             raise ModelError(msg) from error
-        held, held_beside = alone.layers[0], beside.layers[0]
-        pairs = [
-            (held.keys[0, :, :2], held_beside.keys[1, :, :2]),
-            (held.values[0, :, :2], held_beside.values[1, :, :2]),
-        ]
+        self._softmax = [layer.softmax for layer in cache.layers]
+        keys, values = cache.layers[0].keys[:, :, :2], cache.layers[0].values[:, :, :2]
+        pairs = [(keys[0], keys[1]), (values[0], values[1])]
         if self.model.dtype.itemsize >= 4:  # else rounding may choose other experts
-            pairs.append((expected[0], logits[1]))
+            pairs.append((prefilled, decoded))
         if not all(_are_close(*pair) for pair in pairs):
             msg = (
                 f"model {type(self.model).__name__} cannot be run: two tokens get other numbers "
@@ -399,8 +395,8 @@ class ModelAdapter:
 
     def _keys_at(self, position: int) -> list[Tensor]:
         """Keys of every layer, in all heads, for one token that stands alone at a position."""
-        cache, _ = self._run_alone([self._any_token], position)
-        return [self.processes.all_gather(layer.keys) for layer in cache.layers]
+        layers = self._run_alone(position).layers
+        return [self.processes.all_gather(layer.keys) for layer in layers]
 
     def _stored_token(self, layers: Sequence[int]) -> dict[int, StoredToken]:
         """What one token leaves in some layers if it stands alone at position 0."""
@@ -416,34 +412,38 @@ class ModelAdapter:
         self._marked = frozenset(layers)
         self._twin = Twin(self.model, ATTENTION, self._register)
         try:
-            self._run_alone([self._any_token], 0, Marking(note))
+            self._run_alone(0, Marking(note))
         finally:
             self._marked, self._twin = before
         return stored
 
-    def _run_alone(
-        self, tokens: list[int], position: int, marking: Marking | None = None
-    ) -> tuple[KVCache, Tensor]:
-        """The cache after a forward of some tokens, the first of them at a position; logits."""
+    def _run_alone(self, position: int, marking: Marking | None = None) -> KVCache:
+        """The cache after a forward of one token, which stands alone at a position."""
         shapes = self.layer_shapes()
-        cache = KVCache(shapes, [Slab(len(tokens))] * len(shapes), 1)
+        cache = KVCache(shapes, [Slab(1)] * len(shapes), 1)
         cache.seq_len[0] = position
-        step = StepLayout(cache, [0], [len(tokens)])
-        logits, _ = self.forward(ForwardInput(torch.tensor([tokens]), step, marking=marking))
-        return cache, logits
+        tokens, step = torch.tensor([[self._any_token]]), StepLayout(cache, [0], [1])
+        self.forward(ForwardInput(tokens, step, marking=marking))
+        return cache
 
-    def _run_beside(self, *, static: bool) -> tuple[KVCache, Tensor]:
-        """The cache after prompts of three tokens and one, and a decode step of both; logits."""
+    def _run_both_ways(self, *, static: bool) -> tuple[KVCache, Tensor, Tensor]:
+        """Prefill prompts of three tokens and one, and decode one more token of each.
+
+        Returns:
+            The cache, and the logits after two tokens: prefilled without pads, and decoded.
+        """
         shapes, token = self.layer_shapes(), self._any_token
         cache = KVCache(shapes, [Slab(4)] * len(shapes), 2)
         prompts = torch.tensor([[token] * 3, [0, 0, token]])
-        self.forward(ForwardInput(prompts, StepLayout(cache, [0, 1], [3, 1])))
+        prefill = ForwardInput(prompts, StepLayout(cache, [0, 1], [3, 1]), wants_logits=True)
+        self.forward(prefill)
+        assert prefill.logits is not None
         step: StaticStep | StepLayout = StepLayout(cache, [0, 1], [1, 1])
         if static:
             step = StaticStep(cache)
             step.begin([token] * 2, [], [0, 0])
         logits, _ = self.forward(ForwardInput(torch.tensor([[token]] * 2), step))
-        return cache, logits
+        return cache, prefill.logits[0, 1], logits[1]
 
     @property
     def _any_token(self) -> int:
