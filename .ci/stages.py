@@ -30,7 +30,7 @@ SEED = os.environ.get("SEED", str(random.SystemRandom().randrange(2**31)))
 QUICK = ("-m", "not slow and not nightly")
 ALL = ("-m", "not nightly")
 # Packages of kvpolicy by what a change of them can break; `Change.touches` compares beginnings.
-ENGINE = ("kvpolicy/cache", "kvpolicy/engine", "kvpolicy/hooks", "kvpolicy/kernels")
+ENGINE = ("kvpolicy/cache", "kvpolicy/engine", "kvpolicy/hooks", "kvpolicy/attention")
 
 
 class Change:
@@ -344,11 +344,11 @@ class Checks:
     def kernels(self, gate: Gate) -> None:
         """Run Triton's kernels in its interpreter, and compile them for a GPU that is not here."""
         bin_ = self._environment("numba", "dev,cpu,kernels")
-        all_of_them = self._change.touches(*ENGINE, "tests/kernels", "pyproject.toml")
+        all_of_them = self._change.touches(*ENGINE, "tests/attention", "pyproject.toml")
         options = () if all_of_them else ("-k", "compile or triton_decode")
         gate.pytest(
             *self._pytest(bin_, *options),
-            tests=["tests/kernels"],
+            tests=["tests/attention", "tests/toolkit/test_triton_redundancy.py"],
             env={"TRITON_INTERPRET": "1"},
             may_skip=False,
         )
@@ -484,7 +484,7 @@ DECODING = (
     *("tests/engine/test_accumulators.py", "tests/engine/test_bind.py"),
     *("tests/engine/test_combinations.py", "tests/engine/test_exactness.py"),
     *("tests/engine/test_keep_prompts.py", "tests/engine/test_static_steps.py"),
-    *("tests/hf/test_policy_cache.py", "tests/kernels/test_on_cpu.py"),
+    *("tests/hf/test_policy_cache.py", "tests/attention/test_on_cpu.py"),
 )
 # Tests of what calls transformers.
 SEAM = (

@@ -1,10 +1,10 @@
+from kvpolicy.attention.softmax import observed_weights as observed_weights
 from kvpolicy.block_eviction import Block as Block
 from kvpolicy.block_eviction import BlockEviction as BlockEviction
 from kvpolicy.block_eviction import installed_block_evictions as installed_block_evictions
 from kvpolicy.block_eviction import load_block_eviction as load_block_eviction
 from kvpolicy.cache.rows import LayerRows as LayerRows
 from kvpolicy.cache.rows import Tracks as Tracks
-from kvpolicy.cache.softmax import observed_weights as observed_weights
 from kvpolicy.engine.async_engine import AsyncEngine as AsyncEngine
 from kvpolicy.engine.async_engine import Chunk as Chunk
 from kvpolicy.engine.async_engine import RequestStream as RequestStream

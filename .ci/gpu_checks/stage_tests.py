@@ -1,7 +1,7 @@
 """Stage 2: tests of kernels and graphs, and those that take `--device`, on the card.
 
-Without a card, the tests run in Triton's interpreter; `tests/kernels/test_compile.py` compiles all
-kernels for sm_90 in either case.
+Without a card, the tests run in Triton's interpreter; `tests/attention/test_compile.py` compiles
+all kernels for sm_90 in either case.
 """
 
 import os
@@ -21,14 +21,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Tests of what runs on cards only, or stands in for it; and folders with tests that take a device.
 ALL_OF = (
-    "tests/kernels",
+    "tests/attention",
+    "tests/toolkit/test_triton_redundancy.py",
     "tests/model/test_graphs.py",
     "tests/model/test_graph_guard.py",
 )
 # What a rehearsal runs of these: the interpreter takes minutes for the others.
 QUICK_OF = (
-    "tests/kernels/test_compile.py",
-    "tests/kernels/test_triton_compact.py",
+    "tests/attention/test_compile.py",
+    "tests/attention/test_triton_compact.py",
     "tests/model/test_graph_guard.py",
 )
 SOME_OF = ("tests/cache", "tests/hooks", "tests/engine")

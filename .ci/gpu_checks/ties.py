@@ -14,7 +14,7 @@ from decoding import Replay
 from texts import Parting, Text, rows_gap, share_gap
 
 from kvpolicy import Sampling
-from kvpolicy.kernels.draw import columns_of, uniform, weights
+from kvpolicy.attention.draw import columns_of, uniform, weights
 
 # fp32 rounds to 6e-8. Logits and scores are sums of hundreds of products, over a few layers, and
 # over a hundred steps where they accumulate: what was seen is around 1e-5. Other defects than

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpolicy.cache.slab import KVCache, slot_index
 from kvpolicy.cache.sliding_window import seen_in_window
-from kvpolicy.kernels.transfer import upload
+from kvpolicy.devices import upload
 
 
 class ProbeStep:

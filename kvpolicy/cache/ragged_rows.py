@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.softmax import observed_weights
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.segments import packed_bounds, places_of
 from kvpolicy.cache.slab import KVCache
-from kvpolicy.cache.softmax import observed_weights
 
 
 def layer_rows(cache: KVCache, layers: int | Sequence[int], slots: Sequence[int]) -> LayerRows:

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.softmax import observed_weights
 from kvpolicy.cache.slab import KVCache, slot_index
-from kvpolicy.cache.softmax import observed_weights
+from kvpolicy.devices import runs_in_triton, upload
 from kvpolicy.errors import ModelError
-from kvpolicy.kernels.on_gpu import runs_in_triton
-from kvpolicy.kernels.transfer import upload
 
 # Makes the kept rows of a slab the first of their entries. Those behind them receive a number, if
 # one is given.
@@ -330,7 +329,7 @@ class LayerRows:
 
     def _in_triton(self, keep: Tensor) -> _Move:
         """Moves rows within their slab."""
-        from kvpolicy.kernels.triton_compact import compact
+        from kvpolicy.attention.triton_backend.compact import compact
 
         num_kept = keep.new_full(keep.shape[:2], keep.shape[2])
         num_rows = torch.full_like(num_kept, self.num_rows)

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.accumulators import ACCUMULATORS
+from kvpolicy.attention.softmax import PLAIN
 from kvpolicy.cache.segments import counts_of, even_bounds, places_of, stretched
-from kvpolicy.cache.softmax import PLAIN
-from kvpolicy.kernels.accumulators import ACCUMULATORS
-from kvpolicy.kernels.transfer import Download, upload
+from kvpolicy.devices import Download, upload
 
 # Counts of `KVCache` for each slot; the last axis is the slot.
 _PER_SLOT = ("rows", "prompt_rows", "compacted_at", "num_pads", "seq_len", "prompt_len", "lead")

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvpolicy.attention.choose import Attend, attention_of
+from kvpolicy.attention.draw import SamplingColumns, SamplingNumbers, columns_of, draw
+from kvpolicy.attention.marks import put_states
+from kvpolicy.attention.operator import decode
+from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs, HeldRows, held_rows
 from kvpolicy.cache.slab import KVCache, LayerCache
-from kvpolicy.kernels.decode import Counts, DecodeSlabs, HeldRows, held_rows
-from kvpolicy.kernels.draw import SamplingColumns, SamplingNumbers, columns_of, draw
-from kvpolicy.kernels.marks import put_states
-from kvpolicy.kernels.on_cpu import Attend, attention_of
-from kvpolicy.kernels.operator import decode
-from kvpolicy.kernels.transfer import upload
+from kvpolicy.devices import upload
 
 # In a mirror: what the tensor holds is not known.
 _UNKNOWN = -1

@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.draw import NO_TOKEN
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.arrival import Arrivals
@@ -27,7 +28,6 @@ from kvpolicy.engine.requests.savings import evicted_in_prompt, longest_kept, no
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import KVPolicyError, RequestError, SnapshotError
-from kvpolicy.kernels.draw import NO_TOKEN
 
 
 class Run:

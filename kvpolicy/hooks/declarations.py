@@ -7,9 +7,9 @@ from typing import Any
 import attrs
 
 from kvpolicy import hookspecs
+from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.entry_points import nearest
 from kvpolicy.errors import PolicyLoadError, shown
-from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.markers import PROJECT, hook_options
 from kvpolicy.plugin_code import declared_by, plugin_code
 from kvpolicy.validators import MAX_COUNT

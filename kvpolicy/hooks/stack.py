@@ -10,6 +10,7 @@ import pluggy
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.cache.rows import HeldRows, LayerRows
 from kvpolicy.cache.slab import Slab
 from kvpolicy.errors import PolicyLoadError
@@ -18,7 +19,6 @@ from kvpolicy.hooks.declarations import HOOKS, Declarations
 from kvpolicy.hooks.late_checks import LateChecks
 from kvpolicy.hooks.manager import Check, HookListener, HookManager
 from kvpolicy.hooks.protection import protected_rows
-from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.state import Bound, LayerWeights, Memory, Parts, Probe, Registers, WaitingRequest
 
 _COMPACTION_HOOKS = ("protect", "score", "select", "evict")

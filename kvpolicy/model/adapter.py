@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
+from kvpolicy.attention.softmax import Softmax
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.probe_step import ProbeStep
 from kvpolicy.cache.slab import KVCache, LayerShape, Rotate, Slab
-from kvpolicy.cache.softmax import Softmax
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.compat import cache_argument, layer_configs
 from kvpolicy.errors import KVPolicyError, ModelError, error_summary

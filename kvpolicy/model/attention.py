@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kvpolicy.attention.accumulators import accumulate, read_logits
+from kvpolicy.attention.softmax import PLAIN, Softmax
 from kvpolicy.cache.layout import LayerLayout, StepLayout
 from kvpolicy.cache.probe_step import ProbeStep
-from kvpolicy.cache.softmax import PLAIN, Softmax
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
-from kvpolicy.kernels.accumulators import accumulate, read_logits
 from kvpolicy.model.config import hiding_window
 from kvpolicy.model.marking import HasMarking, mark_static_rows
 

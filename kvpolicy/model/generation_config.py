@@ -28,7 +28,7 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "watermarking_config": (),
 }
 
-# What cuts a distribution to draw from and is no column of `kvpolicy.kernels.draw`.
+# What cuts a distribution to draw from and is no column of `kvpolicy.attention.draw`.
 _CUTS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 # What reads the prompt as if it were that of an encoder.

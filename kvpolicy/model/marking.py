@@ -14,11 +14,11 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.marks import write_marks
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.probe_step import ProbeStep
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
-from kvpolicy.kernels.marks import write_marks
 
 # Asks for marks: layer index, states [N, M], keys and values [N, H_kv, D], positions [N] ->
 # numbers [N, H_kv] by the name of a track.

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.on_gpu import runs_in_triton
+from kvpolicy.devices import runs_in_triton
 from kvpolicy.toolkit.ranking import take_rows
 
 Retain = Literal["last", "first"]
@@ -38,7 +38,7 @@ def key_redundancy(keys: Tensor, *, threshold: float, retain: Retain = "last") -
         ``[B, H_kv, T]``, fp32, sums to 1 over the rows.
     """
     if runs_in_triton(keys) and keys.dtype != torch.float64:  # few GPUs multiply fp64 there
-        from kvpolicy.kernels import triton_redundancy
+        from kvpolicy.toolkit import triton_redundancy
 
         return triton_redundancy.key_redundancy(keys, threshold=threshold, retain=retain)
     keys = keys.float()

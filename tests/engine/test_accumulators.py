@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy import Engine, Plan, PolicyCache, hookimpl
+from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.compat import cache_argument
 from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.hooks.stack import Stack
-from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.testing import replay
 
 NUM_HEADS, NUM_KV_HEADS, GROUP, DIM = 4, 2, 2, 4

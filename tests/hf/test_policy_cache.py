@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
 from kvpolicy import Engine, Plan, PolicyCache
+from kvpolicy.attention.choose import has_numba
 from kvpolicy.compat import cache_argument, cache_in
 from kvpolicy.hf import policy_cache as policycache
-from kvpolicy.kernels.on_cpu import has_numba
 from kvpolicy.model.adapter import ModelAdapter
 
 NUM_LAYERS = 2

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from strategies import seeds
 from torch import Tensor
 
+from kvpolicy.attention.accumulators import ACCUMULATORS
+from kvpolicy.attention.softmax import PLAIN, Softmax
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab
-from kvpolicy.cache.softmax import PLAIN, Softmax
-from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.model import attention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8

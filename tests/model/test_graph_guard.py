@@ -15,13 +15,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvpolicy import Engine, Plan, Request, hookimpl
+from kvpolicy.attention.accumulators import ACCUMULATORS
+from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs
+from kvpolicy.attention.torch_backend.fixed_shapes import attend_in_fixed_shapes
 from kvpolicy.cache import static_step
 from kvpolicy.cache.slab import KVCache, Slab
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.requests.request import Sampling
-from kvpolicy.kernels.accumulators import ACCUMULATORS
-from kvpolicy.kernels.decode import Counts, DecodeSlabs
-from kvpolicy.kernels.fixed_shapes import attend_in_fixed_shapes
 from kvpolicy.model import static_forward
 from kvpolicy.model.adapter import ForwardInput, ModelAdapter
 from kvpolicy.model.marking import mark_static_rows

@@ -16,18 +16,18 @@ from kvpolicy.hooks import declarations
 # Packages of kvpolicy and the packages that each may import. A module at the top counts as a
 # package of its own.
 BASE = {
-    *("compat", "entry_points", "errors", "extras", "files", "markers", "plugin_code", "text"),
-    "validators",
+    *("compat", "devices", "entry_points", "errors", "extras", "files", "markers", "plugin_code"),
+    *("text", "triton_common", "validators"),
 }
 STATE = BASE | {"state"}
-CACHE = STATE | {"cache", "kernels"}
+CACHE = STATE | {"attention", "cache"}
 HOOKS = CACHE | {"hookspecs", "hooks"}
 ENGINE = HOOKS | {"block_eviction", "engine", "model", "plan", "toolkit"}
 ALLOWED = {
     **dict.fromkeys(BASE, BASE),
     "state": BASE,
-    "toolkit": BASE | {"kernels", "toolkit"},
-    "kernels": {"kernels"},
+    "toolkit": BASE | {"toolkit"},
+    "attention": BASE | {"attention"},
     "cache": CACHE,
     "hookspecs": CACHE,
     "hooks": HOOKS,

@@ -17,12 +17,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvpolicy.kernels import (
-    triton_append,
-    triton_compact,
-    triton_decode,
-    triton_redundancy,
-)
+from kvpolicy.attention.triton_backend import append as triton_append
+from kvpolicy.attention.triton_backend import compact as triton_compact
+from kvpolicy.attention.triton_backend import decode as triton_decode
+from kvpolicy.toolkit import triton_redundancy
 
 SLAB = {"CAPACITY": 1152, "DIM": 128}
 SHAPE = {**SLAB, "HEADS": 8, "RAGGED": False}

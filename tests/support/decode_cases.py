@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from strategies import seeds
 from torch import Tensor
 
-from kvpolicy.kernels.accumulators import ACCUMULATORS
-from kvpolicy.kernels.decode import Counts, DecodeSlabs
+from kvpolicy.attention.accumulators import ACCUMULATORS
+from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs
 
 # fp32 sums of up to 150 terms in another order; 16-bit weights and outputs have 8 bits.
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.cache.rows import HeldRows
 from kvpolicy.hooks.late_checks import LateChecks
 from kvpolicy.hooks.stack import Stack
-from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.state import Bound
 
 

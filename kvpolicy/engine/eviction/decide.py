@@ -12,13 +12,13 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.accumulators import ACCUMULATORS
+from kvpolicy.attention.softmax import observed_weights
 from kvpolicy.cache.rows import Tracks, checked_numbers
-from kvpolicy.cache.softmax import observed_weights
 from kvpolicy.engine.eviction.choice import final_scores
 from kvpolicy.errors import BudgetError, KVPolicyError
 from kvpolicy.hooks.checks import mask_of
 from kvpolicy.hooks.stack import Stack
-from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.plan.spec import Heads, PolicySpec
 from kvpolicy.state import Bound, Memory, SequenceMemory
 

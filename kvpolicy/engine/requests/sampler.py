@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.draw import columns_of, draw, flag_missing
+from kvpolicy.devices import upload
 from kvpolicy.engine.requests.sequence import Sequence
-from kvpolicy.kernels.draw import columns_of, draw, flag_missing
-from kvpolicy.kernels.transfer import upload
 
 # Chooses the next tokens ``[B]`` of sequences from their logits ``[B, V]``, on the same device;
 # `NO_TOKEN` where the logits name none.

@@ -14,9 +14,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.cache.slot_contents import LayerContents
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
-from kvpolicy.kernels.accumulators import ACCUMULATORS
 
 
 @attrs.frozen(eq=False)

@@ -18,6 +18,7 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.reuse.nodes import Node, block_keys, chained
@@ -27,7 +28,6 @@ from kvpolicy.engine.reuse.store import Found, PrefixStore
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import KVPolicyError, SnapshotError, error_summary
 from kvpolicy.hooks.stack import Stack
-from kvpolicy.kernels.accumulators import ACCUMULATORS
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.fingerprint import tokenizer_fingerprint
 from kvpolicy.plan.resolved import ResolvedPlan

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvpolicy.attention.draw import NO_TOKEN
+from kvpolicy.attention.softmax import Softmax
 from kvpolicy.cache.slab import LayerCache
 from kvpolicy.cache.slot_contents import LayerContents
-from kvpolicy.cache.softmax import Softmax
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import Result
@@ -20,7 +21,6 @@ from kvpolicy.engine.requests.sampler import forced
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.run import Run
 from kvpolicy.errors import TaskError
-from kvpolicy.kernels.draw import NO_TOKEN
 from kvpolicy.lab.tasks.task import EvalOutcome
 from kvpolicy.markers import hookimpl
 from kvpolicy.plan.plan import Plan

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvpolicy import Engine, Plan, Request, Sampling
+from kvpolicy.attention.draw import draw
 from kvpolicy.engine.requests.sampler import columns_of
 from kvpolicy.errors import KVPolicyError, ModelError
-from kvpolicy.kernels.draw import draw
 from kvpolicy.model.generation_config import REFUSED
 
 FULL = Plan.uniform("full")

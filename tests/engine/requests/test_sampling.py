@@ -12,9 +12,9 @@ from tiny import shared_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, Sampling
+from kvpolicy.attention.draw import NO_TOKEN
 from kvpolicy.engine.requests.sampler import columns_of, forced, sample_next
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.kernels.draw import NO_TOKEN
 
 samplings = st.builds(
     Sampling,

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-spec = find_spec("kvpolicy.kernels")
+spec = find_spec("kvpolicy")
 assert spec is not None
 assert spec.origin is not None
-MODULES = {file.stem: file for file in Path(spec.origin).parent.glob("*.py")}
-OPTIONAL = {
-    package: {name for name in MODULES if name.startswith(f"{package}_")}
-    for package in ("triton", "numba")
+ROOT = Path(spec.origin).parent
+MODULES = {
+    ".".join(file.relative_to(ROOT.parent).with_suffix("").parts): file
+    for file in ROOT.rglob("*.py")
+    if file.name != "__init__.py"
 }
 
 
@@ -27,10 +28,10 @@ def imported_at_once(file: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("package", OPTIONAL)
+@pytest.mark.parametrize("package", ["triton", "numba"])
 def test_only_modules_named_after_a_package_import_it(package: str) -> None:
-    ours = OPTIONAL[package]
-    with_it = {package, f"{package}.language", *(f"kvpolicy.kernels.{name}" for name in ours)}
+    ours = {name for name in MODULES if f".{package}_" in name}
+    with_it = {package, f"{package}.language", *ours}
     importing = {name for name, file in MODULES.items() if imported_at_once(file) & with_it}
     assert importing == ours
     assert ours

@@ -11,10 +11,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.decode import Counts, DecodeSlabs
-from kvpolicy.kernels.fixed_shapes import attend_in_fixed_shapes
-from kvpolicy.kernels.on_cpu import attend_on_cpu
-from kvpolicy.kernels.on_gpu import HAS_TRITON
+from kvpolicy.attention.choose import attend_on_cpu
+from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs
+from kvpolicy.attention.torch_backend.fixed_shapes import attend_in_fixed_shapes
+from kvpolicy.devices import HAS_TRITON
 
 # Defined and implemented by hand: `torch.library.custom_op` adds two layers of Python to a call.
 _LIBRARY = torch.library.Library("kvpolicy", "DEF")
@@ -47,7 +47,7 @@ def decode(
 ) -> Tensor:
     """Store one new row in every slot, and attend to the rows that it holds.
 
-    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`.
+    Arguments and result are those of `torch_backend.decode.attend_with_torch`.
     """
     of_layer = [getattr(slabs, name) for name in _SLABS]
     of_slots = [getattr(counts, name) for name in _COUNTS]
@@ -63,7 +63,7 @@ def _on_cpu(*arguments: Any) -> Tensor:
 def _on_cuda(*arguments: Any) -> Tensor:
     attend: Callable[..., Tensor] = attend_in_fixed_shapes
     if HAS_TRITON:
-        from kvpolicy.kernels.triton_decode import decode
+        from kvpolicy.attention.triton_backend.decode import decode
 
         attend = decode
     return _called(attend, *arguments)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpolicy.kernels.triton_rows import power_of_2, row_start, row_strides
+from kvpolicy.triton_common import power_of_2, row_start, row_strides
 
 _BLOCK = 64  # rows moved at once
 _COLUMNS = 32  # columns of one program: 64 bytes in 16-bit types

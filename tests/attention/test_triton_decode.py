@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from triton_device import DEVICE
 
-from kvpolicy.kernels import operator
-from kvpolicy.kernels.decode import Counts, DecodeSlabs
-from kvpolicy.kernels.triton_append import append
-from kvpolicy.kernels.triton_decode import attend, chunks_of, decode
+from kvpolicy.attention import operator
+from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs
+from kvpolicy.attention.triton_backend.append import append
+from kvpolicy.attention.triton_backend.decode import attend, chunks_of, decode
 
 # Rows that are not held are not even read.
 CASES = cases(empty=float("nan"), device=DEVICE)

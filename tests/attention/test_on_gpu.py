@@ -7,7 +7,8 @@ from tiny import tiny_model
 from triton_device import DEVICE, INTERPRETED
 
 from kvpolicy import Engine, Plan
-from kvpolicy.kernels import triton_compact, triton_redundancy
+from kvpolicy.attention.triton_backend import compact as triton_compact
+from kvpolicy.toolkit import triton_redundancy
 
 
 def positions_and_tokens(name: str) -> tuple[list[list[int]], list[list[int]]]:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from strategies import seeds
 from triton_device import DEVICE
 
-from kvpolicy.kernels.triton_compact import compact, drop_oldest
+from kvpolicy.attention.triton_backend.compact import compact, drop_oldest
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
 DIMS = st.sampled_from([None, 1, 5, 40, 128])

@@ -3,7 +3,7 @@
 Tensors have fixed shapes and fixed addresses. How many rows a slot holds is one of them and is read
 where the rows are attended to. On a CPU reading is free, and only rows that are held are attended
 to; a caller that knows the rows of several layers already passes them as `HeldRows`.
-`kvpolicy.kernels.operator` has the operator of torch that does the same on any device.
+`kvpolicy.attention.operator` has the operator of torch that does the same on any device.
 
 Shapes: ``W`` slots, ``H_q`` query heads, ``H_kv`` KV heads, ``R`` rows of a slab, head size ``D``.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvpolicy.kernels.accumulators import ACCUMULATORS, accumulate
+from kvpolicy.attention.accumulators import ACCUMULATORS, accumulate
 
 
 @attrs.frozen(eq=False)
@@ -80,7 +80,7 @@ class DecodeSlabs:
         positions: ``[W, H_kv, R]``, int64, -1 where empty.
         tracks: Numbers of the rows, ``[W, H_kv, R]`` each, which move with them.
         accumulated: More such tracks, fp32, which the weights of each row update.
-        accumulators: Their names, see `kvpolicy.kernels.accumulators`.
+        accumulators: Their names, see `kvpolicy.attention.accumulators`.
         window: The last queries, ``[W, H_q, N, D]``, that at position p at index ``p % N``;
             ``None``: they are not wanted.
         bounds: Where KV heads hold different numbers of rows, the bounds of their segments in the

@@ -15,18 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpolicy.kernels.accumulators import ACCUMULATORS
-from kvpolicy.kernels.decode import Counts, DecodeSlabs, window_factor
-from kvpolicy.kernels.triton_append import append
-from kvpolicy.kernels.triton_compact import drop_oldest
-from kvpolicy.kernels.triton_dot import dot
-from kvpolicy.kernels.triton_rows import (
-    num_held,
-    power_of_2,
-    row_start,
-    row_strides,
-    segment,
-)
+from kvpolicy.attention.accumulators import ACCUMULATORS
+from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs, window_factor
+from kvpolicy.attention.triton_backend.append import append
+from kvpolicy.attention.triton_backend.compact import drop_oldest
+from kvpolicy.attention.triton_backend.rows import num_held, segment
+from kvpolicy.triton_common import dot, power_of_2, row_start, row_strides
 
 _BLOCK = 64  # rows attended to at once
 _LONGEST_CHUNK = 2048  # so that a long sequence among short ones does not run alone
@@ -272,7 +266,7 @@ def attend(
             strides, and so have the tracks that accumulate.
         counts: State of the slots before the new rows.
         scaling: Factor on the logits.
-        softcap: See `kvpolicy.kernels.decode.attend_with_torch`.
+        softcap: See `torch_backend.decode.attend_with_torch`.
         sinks: See there.
         sliding_window: The query sees rows at positions above its own less this; 0: all.
         chunks: Chunks of a slab; ``None``: as many as keep the GPU busy.
@@ -377,7 +371,7 @@ def decode(
 ) -> Tensor:
     """Store one new row in every slot, and attend to the rows that it holds.
 
-    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`; slots that
+    Arguments and result are those of `torch_backend.decode.attend_with_torch`; slots that
     take no part get zeros.
     """
     slides = sliding_window == slabs.keys.shape[2]

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from triton_device import DEVICE
 
-from kvpolicy.kernels import operator
-from kvpolicy.kernels.decode import attend_with_torch
-from kvpolicy.kernels.fixed_shapes import attend_in_fixed_shapes
-from kvpolicy.kernels.on_cpu import attend_on_cpu
+from kvpolicy.attention import operator
+from kvpolicy.attention.choose import attend_on_cpu
+from kvpolicy.attention.torch_backend.decode import attend_with_torch
+from kvpolicy.attention.torch_backend.fixed_shapes import attend_in_fixed_shapes
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs the extra kernels")
 
@@ -58,7 +58,7 @@ def test_fixed_shapes_attend_to_segments_as_loops_do(case, num_free) -> None:
 @needs_triton
 @given(cases(slides=False, empty=float("nan"), device=DEVICE).map(even_more), st.integers(1, 4))
 def test_triton_attends_to_segments_as_loops_do(case, num_free) -> None:
-    from kvpolicy.kernels.triton_decode import decode
+    from kvpolicy.attention.triton_backend.decode import decode
 
     check(case, num_free, decode, float("nan"))
 

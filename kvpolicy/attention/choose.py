@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.decode import Counts, DecodeSlabs, HeldRows, attend_with_torch
+from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs, HeldRows, attend_with_torch
 
 # Stores the new rows of a layer and attends: the arguments of `attend_with_torch` that change from
 # one step to the next, with a function in place of `held`.
@@ -30,7 +30,7 @@ def attend_on_cpu(
 ) -> Tensor:
     """Store one new row in every slot, and attend to the rows that it holds.
 
-    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`.
+    Arguments and result are those of `torch_backend.decode.attend_with_torch`.
     """
     return attention_of(slabs, counts, sliding_window)(query, key, value, **options)
 
@@ -60,7 +60,7 @@ def attention_of(slabs: DecodeSlabs, counts: Counts, sliding_window: int = 0) ->
 
     if slabs.keys.dtype != torch.float32 or not has_numba():
         return with_torch
-    from kvpolicy.kernels.numba_decode import NumbaLayer, is_forked
+    from kvpolicy.attention.numba_backend import NumbaLayer, is_forked
 
     layer = NumbaLayer(slabs, counts, sliding_window)
 

@@ -13,11 +13,11 @@ from decode_cases import (
 from hypothesis import given
 from torch.library import opcheck
 
-from kvpolicy.kernels import operator
-from kvpolicy.kernels.decode import DecodeSlabs, attend_with_torch
-from kvpolicy.kernels.fixed_shapes import attend_in_fixed_shapes
-from kvpolicy.kernels.on_cpu import attend_on_cpu
-from kvpolicy.kernels.operator import DECODE
+from kvpolicy.attention import operator
+from kvpolicy.attention.choose import attend_on_cpu
+from kvpolicy.attention.operator import DECODE
+from kvpolicy.attention.torch_backend.decode import DecodeSlabs, attend_with_torch
+from kvpolicy.attention.torch_backend.fixed_shapes import attend_in_fixed_shapes
 
 IMPLEMENTATIONS = {
     "torch": attend_with_torch,

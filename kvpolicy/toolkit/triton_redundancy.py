@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpolicy.kernels.triton_dot import dot
-from kvpolicy.kernels.triton_rows import power_of_2, row_start, row_strides
+from kvpolicy.triton_common import dot, power_of_2, row_start, row_strides
 
 _BLOCK = 64  # rows compared at once
 _EPSILON = 1e-8  # added to norms, as by the authors

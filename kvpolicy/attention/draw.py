@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.transfer import upload
+from kvpolicy.devices import upload
 
 # Instead of a token, where logits hold NaN or infinity and so name no likeliest one.
 NO_TOKEN = -1

@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpolicy.kernels.decode import Counts, DecodeSlabs
-from kvpolicy.kernels.triton_rows import power_of_2, row_start, row_strides, segment
+from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs
+from kvpolicy.attention.triton_backend.rows import segment
+from kvpolicy.triton_common import power_of_2, row_start, row_strides
 
 
 @triton.jit

@@ -15,9 +15,9 @@ from decode_cases import Case, cases
 from hypothesis import assume, given
 from torch import Tensor
 
-from kvpolicy.kernels import on_cpu
-from kvpolicy.kernels.decode import Counts, DecodeSlabs
-from kvpolicy.kernels.on_cpu import attend_on_cpu, has_numba
+from kvpolicy.attention import choose
+from kvpolicy.attention.choose import attend_on_cpu, has_numba
+from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs
 
 needs_numba = pytest.mark.skipif(find_spec("numba") is None, reason="needs the extra cpu")
 
@@ -30,7 +30,7 @@ def asked_again() -> Iterator[None]:
 
 
 def test_torch_attends_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_cpu, "find_spec", lambda _: None)
+    monkeypatch.setattr(choose, "find_spec", lambda _: None)
     assert not has_numba()
 
 
@@ -49,7 +49,7 @@ def test_threads_are_shared_with_torch_or_numba_is_not_used(
 def test_torch_keeps_its_number_of_threads() -> None:
     # In a new process, since Numba starts its threads once.
     code = (
-        "import torch; torch.set_num_threads(1); import kvpolicy.kernels.numba_decode; "
+        "import torch; torch.set_num_threads(1); import kvpolicy.attention.numba_backend; "
         "print(torch.get_num_threads())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,13 +1,18 @@
 """Decode attention in torch's operations that reads nothing on the host, for any device.
 
-What `kvpolicy.kernels.triton_decode` does in one pass over the rows that are held takes several
+What `kvpolicy.attention.triton_backend` does in one pass over the rows that are held takes several
 passes over whole slabs here. It is what a GPU runs without the extra ``kernels``.
 """
 
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.decode import Counts, DecodeSlabs, attend_to_rows, window_factor
+from kvpolicy.attention.torch_backend.decode import (
+    Counts,
+    DecodeSlabs,
+    attend_to_rows,
+    window_factor,
+)
 
 
 def attend_in_fixed_shapes(
@@ -24,7 +29,7 @@ def attend_in_fixed_shapes(
 ) -> Tensor:
     """Store one new row in every slot, and attend to the rows that it holds.
 
-    Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`.
+    Arguments and result are those of `torch_backend.decode.attend_with_torch`.
     """
     if slabs.bounds is not None:
         return _attend_to_pools(

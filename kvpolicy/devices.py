@@ -1,8 +1,17 @@
-"""Copies between the host and a device for which the host does not wait."""
+"""Devices: copies for which the host does not wait, and where Triton's kernels run."""
+
+from importlib.util import find_spec
 
 import numpy as np
 import torch
 from torch import Tensor
+
+HAS_TRITON = find_spec("triton") is not None
+
+
+def runs_in_triton(tensor: Tensor) -> bool:
+    """Whether Triton's kernels can read and change a tensor: on a CUDA device, if it is there."""
+    return HAS_TRITON and tensor.is_cuda
 
 
 def upload(values: np.ndarray, device: torch.device | str) -> Tensor:

@@ -22,8 +22,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from kvpolicy.kernels import draw as module
-from kvpolicy.kernels.draw import NO_TOKEN, SamplingColumns, draw, uniform, weights
+from kvpolicy.attention import draw as module
+from kvpolicy.attention.draw import NO_TOKEN, SamplingColumns, draw, uniform, weights
 
 INT64 = st.integers(0, 2**63 - 1)
 # How a slot draws: temperature, top-k, top-p, seed.

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from strategies import KINDS, fill, seeds
 from triton_device import DEVICE
 
-from kvpolicy.kernels.triton_redundancy import key_redundancy
 from kvpolicy.toolkit import key_redundancy as key_redundancy_in_tiles
+from kvpolicy.toolkit.triton_redundancy import key_redundancy
 
 # fp32 sums of up to 200 similarities, in another order.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-7}

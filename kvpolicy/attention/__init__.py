@@ -1,4 +1,4 @@
-"""Operations on tensors of fixed shapes that make up a decode step and a compaction.
+"""How attention is computed: rows are stored, attended to, and moved; and tokens are drawn.
 
 Modules whose names begin with ``triton_`` are for GPUs and need the extra ``kernels``, those with
 ``numba_`` are for CPUs and need the extra ``cpu``; importing this package imports none of them.

@@ -6,7 +6,7 @@ of its own: it stores the new row, and attends to the rows that it holds, in an 
 depend on other slots. Tasks are shared among the threads of OpenMP that torch uses.
 
 Installed with the extra ``cpu``. Without it, and for keys in other precisions than fp32,
-`kvpolicy.kernels.decode.attend_with_torch` does the same.
+`torch_backend.decode.attend_with_torch` does the same.
 """
 
 import os
@@ -17,8 +17,8 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kvpolicy.kernels.accumulators import ACCUMULATORS
-from kvpolicy.kernels.decode import Counts, DecodeSlabs, drop_oldest, window_factor
+from kvpolicy.attention.accumulators import ACCUMULATORS
+from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs, drop_oldest, window_factor
 
 
 def _start_threads() -> None:
@@ -226,7 +226,7 @@ class NumbaLayer:
     """Decode attention in one layer, in fp32; its tensors are turned into arrays once."""
 
     def __init__(self, slabs: DecodeSlabs, counts: Counts, sliding_window: int) -> None:
-        """Take the tensors of a layer, see `kvpolicy.kernels.decode.attend_with_torch`."""
+        """Take the tensors of a layer, see `torch_backend.decode.attend_with_torch`."""
         self._slabs, self._counts = slabs, counts
         self._sliding_window = sliding_window
         self._slides = sliding_window == slabs.keys.shape[2]
@@ -260,7 +260,7 @@ class NumbaLayer:
     ) -> Tensor:
         """Store one new row in every slot, and attend to the rows that it holds.
 
-        Arguments and result are those of `kvpolicy.kernels.decode.attend_with_torch`.
+        Arguments and result are those of `torch_backend.decode.attend_with_torch`.
         """
         rows = self._rows
         if self._slides:

@@ -1,0 +1,1 @@
+"""Attention in torch: what other backends fall back to, and are compared with."""

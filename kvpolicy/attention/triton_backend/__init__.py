@@ -1,0 +1,1 @@
+"""Attention in Triton, for GPUs; importing these modules needs the extra ``kernels``."""

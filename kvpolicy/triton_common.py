@@ -1,0 +1,42 @@
+"""What Triton kernels of several packages share: addresses of rows, and products of matrices.
+
+Importing it needs the extra ``kernels``.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Whether kernels run in Triton's interpreter, on a CPU (TRITON_INTERPRET=1).
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def dot(left, right):
+    """Product of two matrices, in fp32; tensor cores multiply 16-bit types."""
+    if INTERPRETED:  # the interpreter multiplies the bits of bf16 as integers
+        product = tl.dot(left.to(tl.float32), right.to(tl.float32))
+    else:
+        product = tl.dot(left, right, input_precision="ieee")
+    return product.to(tl.float32)
+
+
+@triton.jit
+def row_start(slot, head, row, slot_stride, head_stride, row_stride):
+    """Elements from the start of a tensor to a row of a slot and KV head.
+
+    Kernels address rows through this function only, so that a table of rows needs one change.
+    What lies within one slot is counted in 32 bits, the slots in 64.
+    """
+    return slot.to(tl.int64) * slot_stride + head * head_stride + row * row_stride
+
+
+def row_strides(slab: Tensor) -> tuple[int, int, int]:
+    """Strides of slot, KV head and row of a slab ``[S, H_kv, R]`` or ``[S, H_kv, R, D]``."""
+    assert slab.dim() == 3 or slab.stride(3) == 1, "the numbers of one row lie side by side"
+    return slab.stride(0), slab.stride(1), slab.stride(2)
+
+
+def power_of_2(size: int) -> int:
+    """The least power of 2 that is not below a size: blocks of Triton have no other sizes."""
+    return int(triton.next_power_of_2(size))
