@@ -305,7 +305,6 @@ def score(
     prompt_len: Tensor,
     num_new: Tensor,
     budget: int,
-    buffer: int,
     protected: Tensor,
     tracks: Tracks,
     memory: Memory,
@@ -347,7 +346,6 @@ def score(
             at the first, without those of a prompt that stays, ``[B]``, int64, on the CPU. Each is
             one query that has added to ``attn_sums`` since.
         budget: Rows that stay.
-        buffer: Rows that may be added before the slab is full.
         protected: Rows that stay in any case, bool ``[B, H_kv, T]``: those that policies of the
             stack declare or that `protect` names, as far as they fit into the budget.
         tracks: The policy's own numbers per row, which move with the rows: ``tracks["name"]``

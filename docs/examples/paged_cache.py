@@ -121,7 +121,6 @@ class PagedCache:
                 for layer in range(self.num_layers)
             ],
             budget=self.budget,
-            buffer=self.buffer,
             memory=[sequence.memory],
         )
         keep = decision.keep[0]  # the same rows in all layers and heads

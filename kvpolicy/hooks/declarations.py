@@ -132,7 +132,6 @@ class Declarations:
         None, _are_layers, "layers counted from 0, such as (2, 3)"
     )
     probe_size: int = _declaration(0, _is_probe, f"a number of tokens up to {MAX_WINDOW:,}")
-    copies_memory: bool = _declaration(True, _is_bool, "True or False")
     cuts_prompts: bool = _declaration(True, _is_bool, "True or False")
     inactive_hooks: tuple[str, ...] = _declaration(
         (), _are_hooks, f"names of hooks; these are {', '.join(HOOKS)}"

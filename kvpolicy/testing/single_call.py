@@ -52,7 +52,6 @@ def keep_rows(
     queries: Tensor,
     *,
     budget: int,
-    buffer: int = 1,
     prompt: int | None = None,
     shown: Shown | None = None,
     states: Tensor | None = None,
@@ -72,7 +71,6 @@ def keep_rows(
             that accumulate attention see these queries only; the window of a policy is at
             most ``W``.
         budget: Rows that stay.
-        buffer: The argument `buffer` of `score`.
         prompt: Tokens of the prompt; all ``T`` if not given.
         shown: What policies that implement `observe` receive; by default nothing.
         states: What policies that implement `mark` receive of all tokens, ``[B, T, M]``.
@@ -87,7 +85,7 @@ def keep_rows(
     """
     num_rows, window = keys.shape[2], queries.shape[2]
     given = _Given(shown, states, layer_weights)
-    layer = _Layer(policy, knobs, keys, queries, budget, buffer, prompt, given)
+    layer = _Layer(policy, knobs, keys, queries, budget, prompt, given)
     if window < num_rows:
         old = slice(0, num_rows - window)
         layer.feed(keys[:, :, old], values[:, :, old], None)
@@ -125,7 +123,7 @@ def replay(
         budget: Rows that stay.
         prompt: Tokens fed at once.
         compact_at: Numbers of tokens after which to compact, rising, none below ``prompt``.
-        buffer: The argument `buffer` of `score` and `due`.
+        buffer: The argument `buffer` of `due`.
         shown: What policies that implement `observe` receive; by default nothing.
         states: What policies that implement `mark` receive of all tokens, ``[B, T, M]``.
         layer_weights: What policies that implement `bind` receive; see `keep_rows`.
@@ -135,7 +133,7 @@ def replay(
         For each compaction the original positions that stay, ``[B, H_kv, K]``, int64.
     """
     given = _Given(shown, states, layer_weights)
-    layer = _Layer(policy, knobs, keys, queries, budget, buffer, prompt, given)
+    layer = _Layer(policy, knobs, keys, queries, budget, prompt, given, buffer)
     layer.feed(keys[:, :, :prompt], values[:, :, :prompt], queries[:, :, :prompt])
     kept = [layer.compact()] if prompt in compact_at else []
     for token in range(prompt, keys.shape[2]):
@@ -180,9 +178,9 @@ class _Layer:
         keys: Tensor,
         queries: Tensor,
         budget: int,
-        buffer: int,
         prompt_len: int | None,
         given: _Given,
+        buffer: int = 1,
     ) -> None:
         listed = policy if isinstance(policy, (list, tuple)) else [policy]
         specs = [PolicySpec.of(one, knobs) for one in listed]
@@ -266,7 +264,7 @@ class _Layer:
         )
         budget = self.budget if self._begin_compaction() else rows.num_rows
         memory = [sequence.memory for sequence in self.sequences]
-        decision = decide(self.stack, given, budget=budget, buffer=self.buffer, memory=memory)
+        decision = decide(self.stack, given, budget=budget, memory=memory)
         return decision.keep
 
     def compact(self) -> Tensor:
@@ -276,8 +274,7 @@ class _Layer:
                 self.cache, PolicyTimings(), ErrorScope("raise"), bound=[self.bound]
             )
             eviction.run(
-                DueSlot(_LAYER, sequence, self.stack, self.budget, self.buffer)
-                for sequence in self.sequences
+                DueSlot(_LAYER, sequence, self.stack, self.budget) for sequence in self.sequences
             )
         num_rows = int(self.cache.rows[_LAYER, 0])
         return self.cache.layers[_LAYER].positions[:, :, :num_rows].clone()

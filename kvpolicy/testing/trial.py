@@ -330,8 +330,6 @@ class Trial:
 
     def _cut_one(self, alone: list[RequestTrace]) -> None:
         """Compare a request that is cut and resumed with the same request alone."""
-        if self._engine.resuming.problem is not None:
-            return
         whole = [
             (arrival, other)
             for (arrival, trace), other in zip(self._finished, alone, strict=True)
@@ -354,8 +352,6 @@ class Trial:
 
     def _reuse_one(self, alone: list[RequestTrace]) -> None:
         """Compare a request that goes on with a stored beginning with the same request alone."""
-        if self._engine.resuming.problem is not None:
-            return
         if not all(one.cuts_prompts for stack in self._engine.stacks for one in stack.declared):
             return
         whole = [

@@ -52,7 +52,6 @@ class Fails:
 
     layers_alike: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
-    copies_memory: ClassVar[bool] = True
 
     hook: str = ""
     after: int = 0

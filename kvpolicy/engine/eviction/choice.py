@@ -17,7 +17,6 @@ def final_scores(
     stack: Stack,
     layer_idx: int,
     *,
-    buffer: int,
     late: LateChecks | None = None,
     bound: Bound | None = None,
     **shared: Any,
@@ -30,14 +29,13 @@ def final_scores(
         rows: The rows.
         stack: The policies.
         layer_idx: The layer, or the first of several.
-        buffer: Rows that may be added to the budget.
         late: Keeps answers whose values are checked later; ``None``: they are now.
         bound: What the policies have made of the layer's weights.
         shared: Arguments of `protect`, `score` and `select`: positions, budget, prompt_len and
             memory.
     """
     protected = stack.protected(layer_idx, seq_len=rows.seq_len, **shared)
-    arguments = shared | _score_arguments(rows, stack, buffer, protected)
+    arguments = shared | _score_arguments(rows, stack, protected)
     arguments["bound"] = bound or Bound()
     scores = stack.score(rows, layer_idx, arguments, late)
     if protected is not None:
@@ -49,9 +47,7 @@ def final_scores(
     return scores
 
 
-def _score_arguments(
-    rows: HeldRows, stack: Stack, buffer: int, protected: Tensor | None
-) -> dict[str, Any]:
+def _score_arguments(rows: HeldRows, stack: Stack, protected: Tensor | None) -> dict[str, Any]:
     """Arguments of `score` only; tensors that no policy names are not computed."""
     reads = stack.reads
     if protected is None and "protected" in reads:
@@ -65,7 +61,6 @@ def _score_arguments(
         **{name: rows.track(name) if name in reads else None for name in ACCUMULATORS},
         "seq_len": rows.seq_len,
         "num_new": rows.num_new if "num_new" in reads else None,
-        "buffer": buffer,
         "protected": protected,
         "tracks": rows.tracks,
     }

@@ -103,7 +103,6 @@ class Compactor:
                 sequences[index],
                 self._stacks[layer_idx],
                 int(over_budget[layer_idx, index]),
-                self._layers[layer_idx].buffer,
                 probed.get((layer_idx, sequences[index].slot)),
             )
             for layer_idx, index in np.argwhere(due).tolist()

@@ -88,7 +88,6 @@ def decide(
     rows: GivenRows | Sequence[GivenRows],
     *,
     budget: int,
-    buffer: int = 1,
     memory: Sequence[SequenceMemory] | None = None,
     same_heads: bool = False,
     heads: Heads = "own",
@@ -105,7 +104,6 @@ def decide(
             gives it, or a policy, a name, or a list of these.
         rows: The rows of a layer; of several layers with equal positions if these keep the same.
         budget: Rows that stay.
-        buffer: The argument `buffer` of `score`.
         memory: What policies remember of each sequence, ``[B]``, between calls; by default nothing.
         same_heads: Whether all heads of the layer keep the same rows. Then their positions are
             equal. Always so for several layers.
@@ -163,7 +161,6 @@ def decide(
             one,
             stack,
             one.layers[0],
-            buffer=buffer,
             bound=one.bound,
             positions=one.positions,
             **shared,

@@ -48,7 +48,6 @@ class DueSlot:
         sequence: The sequence.
         stack: The layer's policies.
         budget: Rows that stay.
-        buffer: Rows that may be added to the budget.
         probe_queries: Queries of tokens that might follow, ``[H_q, P, D]``; ``None``: no policy has
             asked for any.
     """
@@ -57,7 +56,6 @@ class DueSlot:
     sequence: Sequence
     stack: Stack
     budget: int
-    buffer: int
     probe_queries: Tensor | None = None
 
     @property
@@ -148,7 +146,7 @@ class Eviction:
             return due.layer_idx
         layer = self._cache.layers[due.layer_idx]
         alike = layer.softmax.softcap, id(layer.softmax.sinks)
-        return id(layer.stack), id(due.stack), due.buffer, alike
+        return id(layer.stack), id(due.stack), alike
 
     def _most_rows(self, due: DueSlot) -> int:
         """Rows of the fullest KV head."""
@@ -267,7 +265,6 @@ class Eviction:
                 rows,
                 first.stack,
                 first.layer_idx,
-                buffer=first.buffer,
                 late=late,
                 bound=self._bound[first.layer_idx],
                 **shared,

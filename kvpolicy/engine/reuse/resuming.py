@@ -43,7 +43,7 @@ class Resuming:
         """Why sequences of this engine cannot be taken out of their slots; ``None`` if they can."""
         if self._plan.padding == "stored":
             return 'the plan says padding = "stored", and pads belong to a group of prompts'
-        return self.memories.problem
+        return None
 
     def problem_with(self, snapshot: SequenceSnapshot) -> str | None:
         """Why a snapshot cannot be resumed here; ``None`` if it can."""

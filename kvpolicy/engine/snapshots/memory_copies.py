@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from kvpolicy.errors import SnapshotError, error_summary, type_name
-from kvpolicy.hooks.declarations import PACKING, Declarations
+from kvpolicy.hooks.declarations import PACKING
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.plugin_code import declared_by
 from kvpolicy.state import SequenceMemory
@@ -33,24 +33,14 @@ class MemoryCopies:
         self._tokenizer = tokenizer
         self.policies: list[object] = []
         self.names: list[str] = []
-        self._declared: list[Declarations] = []
         known: dict[int, int] = {}
         for stack in stacks:
-            for policy, declared in zip(stack.policies, stack.declared, strict=True):
+            for policy in stack.policies:
                 if id(policy) not in known:
                     known[id(policy)] = len(known)
                     self.policies.append(policy)
                     self.names.append(type_name(policy))
-                    self._declared.append(declared)
         self.numbers = [[known[id(policy)] for policy in stack.policies] for stack in stacks]
-
-    @property
-    def problem(self) -> str | None:
-        """Why the memory of a sequence cannot be copied; ``None`` if it can, as far as is known."""
-        for policy, declared in zip(self.policies, self._declared, strict=True):
-            if not declared.copies_memory:
-                return _problem(policy, "it declares copies_memory = False")
-        return None
 
     def pack(self, memory: SequenceMemory) -> dict[int, Any]:
         """What each policy remembers of a sequence, copied, by its number.
@@ -58,8 +48,6 @@ class MemoryCopies:
         Raises:
             SnapshotError: If something that a policy has stored cannot be copied.
         """
-        if (problem := self.problem) is not None:
-            raise SnapshotError(problem)
         packed = {}
         for number, policy in enumerate(self.policies):
             if memory.has(policy):
@@ -115,13 +103,12 @@ def _copying(policy: object) -> abc.Iterator[None]:
         yield
     except Exception as error:
         reason = error_summary(error).rstrip(".")
-        msg = _problem(policy, f"{reason}; policies should store tensors and plain data")
+        msg = (
+            f"the memory of {type_name(policy)} cannot be copied: {reason}; policies should store "
+            "tensors and plain data"
+        )
         raise SnapshotError(msg) from error
 
 
 def _packs(policy: object) -> bool:
     return all(declared_by(policy, name, None) is not None for name in PACKING)
-
-
-def _problem(policy: object, reason: str) -> str:
-    return f"the memory of {type_name(policy)} cannot be copied: {reason}"

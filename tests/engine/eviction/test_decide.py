@@ -56,7 +56,6 @@ class Asks:
         seq_len: Tensor,
         prompt_len: Tensor,
         num_new: Tensor,
-        buffer: int,
         memory: Memory,
     ) -> Any:
         stack = Stack([(self.name, load_policy(self.name))])
@@ -75,7 +74,7 @@ class Asks:
             num_new=num_new,
             layer_idx=layer_idx,
         )
-        decision = decide(stack, rows, budget=self.budget, buffer=buffer)
+        decision = decide(stack, rows, budget=self.budget)
         own[0][layer_idx] = {
             name: (positions.clone(), decision.tracks[0][name].clone()) for name in names
         }

@@ -36,7 +36,6 @@ class Compaction:
     prompt_len: int
     num_new: int
     budget: int
-    buffer: int
 
 
 @attrs.define(eq=False)
@@ -56,7 +55,6 @@ class Notes:
         prompt_len: Tensor,
         num_new: Tensor,
         budget: int,
-        buffer: int,
         tracks: Tracks,
         memory: Memory,
     ) -> Generator[None, Tensor, Tensor]:
@@ -71,7 +69,7 @@ class Notes:
                 notes["seen"] = []
                 self.of_sequences.append(notes["seen"])
             numbers = [int(one[b]) for one in (seq_len, prompt_len, num_new)]
-            notes["seen"].append(Compaction(layer_idx, *numbers, budget, buffer))
+            notes["seen"].append(Compaction(layer_idx, *numbers, budget))
         scores = yield
         return scores
 
@@ -201,7 +199,7 @@ def test_traces_list_the_arguments() -> None:
     by_hook = {call.hook: call.arguments for call in trace.calls}
     assert str(by_hook["score"]["prompt_len"]) == str(by_hook["select"]["prompt_len"]) == "int64[1]"
     assert str(by_hook["score"]["num_new"]) == "int64[1]"
-    assert by_hook["score"]["buffer"] == 2
+    assert by_hook["score"]["budget"] == 4
 
 
 def test_single_calls_pass_them() -> None:
@@ -209,19 +207,19 @@ def test_single_calls_pass_them() -> None:
 
     class Looks:
         @hookimpl
-        def score(self, prompt_len: Tensor, num_new: Tensor, buffer: int, seq_len: Tensor) -> None:
-            seen.append((prompt_len.tolist(), num_new.tolist(), buffer, seq_len.tolist()))
+        def score(self, prompt_len: Tensor, num_new: Tensor, seq_len: Tensor) -> None:
+            seen.append((prompt_len.tolist(), num_new.tolist(), seq_len.tolist()))
 
     rows = torch.randn(2, 1, 9, 4)
     keep_rows(Looks(), rows, rows, rows, budget=5)
-    keep_rows(Looks(), rows, rows, rows, budget=5, buffer=3, prompt=7)
-    replay(Looks(), rows, rows, rows, budget=3, prompt=4, compact_at=[4, 6, 9], buffer=2)
+    keep_rows(Looks(), rows, rows, rows, budget=5, prompt=7)
+    replay(Looks(), rows, rows, rows, budget=3, prompt=4, compact_at=[4, 6, 9])
     assert seen == [
-        ([9, 9], [9, 9], 1, [9, 9]),
-        ([7, 7], [9, 9], 3, [9, 9]),
-        ([4, 4], [4, 4], 2, [4, 4]),
-        ([4, 4], [2, 2], 2, [6, 6]),
-        ([4, 4], [3, 3], 2, [9, 9]),
+        ([9, 9], [9, 9], [9, 9]),
+        ([7, 7], [9, 9], [9, 9]),
+        ([4, 4], [4, 4], [4, 4]),
+        ([4, 4], [2, 2], [6, 6]),
+        ([4, 4], [3, 3], [9, 9]),
     ]
 
 

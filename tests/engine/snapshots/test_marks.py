@@ -14,7 +14,6 @@ class NotesMarks:
     """Notes which positions it marks."""
 
     tracks: ClassVar[tuple[str, ...]] = ("age",)
-    copies_memory: ClassVar[bool] = True
 
     marks_in_step: bool = False
     seen: list[int] = attrs.field(factory=list, repr=False)

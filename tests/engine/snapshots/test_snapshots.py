@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import pytest
@@ -561,15 +561,6 @@ class PacksAnObject(RemembersAnObject):
         return {"note": Note(packed["number"])} if packed else {}
 
 
-@attrs.define(eq=False)
-class CannotBeCopied:
-    copies_memory: ClassVar[bool] = False
-
-    @hookimpl
-    def score(self, positions: torch.Tensor) -> torch.Tensor:
-        return positions.float()
-
-
 def test_memory_that_cannot_be_copied_or_written_is_named(tmp_path: Path) -> None:
     def engine(policy: object) -> Engine:
         return Engine(llama(), plan=Plan.uniform(policy, budget=12, buffer=4))
@@ -577,11 +568,6 @@ def test_memory_that_cannot_be_copied_or_written_is_named(tmp_path: Path) -> Non
     asked = {"prompt": range(20), "max_new_tokens": 30, "stop_ids": (), "snapshot": True}
     error = error_of(engine(RemembersALock()), **asked)
     assert error.startswith("the memory of RemembersALock cannot be copied: TypeError")
-    error = error_of(engine(CannotBeCopied()), **asked)
-    assert error == (
-        "no snapshot can be taken: the memory of CannotBeCopied cannot be copied: it declares "
-        "copies_memory = False"
-    )
     snapshot = taken(Plan.uniform(RemembersAnObject(), budget=12, buffer=4))
     with pytest.raises(SnapshotError, match=r"RemembersAnObject.*Note"):
         snapshot.save(tmp_path / "a.safetensors")
