@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from math import inf
 from shutil import get_terminal_size
 from time import monotonic
 from typing import Any
@@ -18,7 +19,7 @@ from kvpolicy.text import visible, visible_json, visible_lines
 _NARROWEST = 20  # characters of the text in a line
 _WIDEST_TEXT = 100
 _LONGEST_SENTENCE = 2000
-_LOG_EVERY_S = 10.0
+LOG_EVERY_S = 10.0
 _REDRAW_EVERY_S = 0.1
 
 
@@ -248,7 +249,8 @@ class Progress:
             disable=not self._is_live,
         )
         self._task = self._bar.add_task("", total=total, completed=num_done, pace="")
-        self._shown_at = self._clock()
+        # On a terminal the first update is shown at once.
+        self._shown_at = -inf if self._is_live else self._clock()
 
     def __enter__(self) -> "Progress":
         self._bar.start()
@@ -268,7 +270,7 @@ class Progress:
         self._bar.update(self._task, description=description, completed=num_done)
         task = self._bar.tasks[0]
         self._bar.update(self._task, pace=_pace(task))
-        if self._clock() - self._shown_at < (_REDRAW_EVERY_S if self._is_live else _LOG_EVERY_S):
+        if self._clock() - self._shown_at < (_REDRAW_EVERY_S if self._is_live else LOG_EVERY_S):
             return
         self._shown_at = self._clock()
         if self._is_live:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from kvpolicy.lab.sweep.grid import Cell, Sweep
     from kvpolicy.lab.sweep.jobs import Executor
     from kvpolicy.lab.sweep.publish import Panel
-    from kvpolicy.lab.sweep.runner import CellDone
+    from kvpolicy.lab.sweep.runner import CellDone, CellProgress
 
 app = typer.Typer(
     help="Compare policies at several budgets.",
@@ -309,20 +309,22 @@ def _print_start(sweep: "Sweep", store: "Store", num_left: int) -> None:
 
 
 def _run_jobs(sweep: "Sweep", store: "Store", executor: "Executor", done: Container[str]) -> None:
-    from kvpolicy.lab.sweep.runner import SampleDone, run
+    from kvpolicy.lab.sweep.runner import CellProgress, SampleDone, run
 
     status = _Status(sweep, [one for key, one in store.samples.items() if key in done])
     with Progress(sweep.num_samples, status.num_done) as progress:
         for event in run(sweep, store, executor):
             if isinstance(event, SampleDone):
                 status.add(event.sample)
+            elif isinstance(event, CellProgress):
+                status.go_on(event)
             else:
                 progress.log(status.cell_line(event))
             progress.update(status.line(), status.num_done)
 
 
 class _Status:
-    """The number of finished samples of each cell, and the mean value of finished cells.
+    """How far each cell is, and the mean value of finished cells.
 
     A mean of some samples would mislead: short answers end first, and long ones are wrong more
     often.
@@ -332,6 +334,7 @@ class _Status:
         self._sweep = sweep
         self._sizes = {cell.id: len(sweep.setting_of(cell).examples) for cell in sweep.cells}
         self._done = dict.fromkeys(self._sizes, 0)
+        self._tokens: dict[str, int] = {}  # of the cells that this run has begun
         self._values: dict[str, list[float]] = {id: [] for id in self._sizes}
         for sample in done:
             self.add(sample)
@@ -349,6 +352,10 @@ class _Status:
             value = setting.task.metric.columns[0].value(sample)
             self._values[sample.cell] += [] if value is None else [value]
 
+    def go_on(self, progress: "CellProgress") -> None:
+        """Note how far a cell is."""
+        self._tokens[progress.cell.id] = progress.num_tokens
+
     def cell_line(self, done: "CellDone") -> str:
         """Describe a finished cell."""
         seconds = format_seconds(done.elapsed_s, done.compile_s)
@@ -356,7 +363,11 @@ class _Status:
 
     def line(self) -> str:
         """Describe the cells that are running."""
-        running = [c for c in self._sweep.cells if 0 < self._done[c.id] < self._sizes[c.id]]
+        running = [
+            cell
+            for cell in self._sweep.cells
+            if cell.id in self._tokens and self._done[cell.id] < self._sizes[cell.id]
+        ]
         cells = "; ".join(self._describe(cell) for cell in running)
         return f"{self._cells_done().strip()} cells{', ' if cells else ''}{cells}"
 
@@ -369,6 +380,8 @@ class _Status:
         done, size, budget = self._done[cell.id], self._sizes[cell.id], cell.budget
         at = "" if budget is None else f" at {budget:g}"
         found = self._value(cell) if done == size else f"{done}/{size}"
+        if done < size and (tokens := self._tokens.get(cell.id)):
+            found += f", {tokens:,} tokens"
         return f"{self._where(cell)}{cell.series}{at}: {found}"
 
     def _where(self, cell: "Cell") -> str:

@@ -29,7 +29,7 @@ from kvpolicy.lab.prompt_files.answering import (
     ShardFinished,
 )
 from kvpolicy.lab.sweep.grid import Sweep
-from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, SampleMeasured
+from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, JobProgress, SampleMeasured
 
 Resources = Mapping[str, float]
 Work = Job | Shard
@@ -387,7 +387,7 @@ class RayExecutor:
             return
         if isinstance(event, (SampleMeasured, PromptAnswered)):
             worker.left.remove(event.index)
-        else:
+        elif not isinstance(event, JobProgress):
             worker.job = worker.pending = None
         yield event
 

@@ -9,7 +9,8 @@ import attrs
 from transformers import PreTrainedTokenizerBase
 
 from kvpolicy.engine.requests.request import Request
-from kvpolicy.engine.requests.results import RunReport
+from kvpolicy.engine.requests.results import Result, RunReport
+from kvpolicy.engine.run import Run
 from kvpolicy.lab.models import LoadedModel, ModelProvider
 from kvpolicy.lab.sweep.grid import EvalSetting, Sweep
 from kvpolicy.lab.sweep.recording import KeptRows, record_kept_rows
@@ -50,6 +51,19 @@ class SampleMeasured:
 
 
 @attrs.frozen
+class JobProgress:
+    """A job goes on; told when it begins, and about every `PROGRESS_EVERY_S` seconds.
+
+    Attributes:
+        job: The job, as it is run.
+        num_tokens: Tokens of its samples so far, those of prompts not counted.
+    """
+
+    job: Job
+    num_tokens: int
+
+
+@attrs.frozen
 class JobFinished:
     """All samples of a job are measured.
 
@@ -64,7 +78,9 @@ class JobFinished:
     elapsed_s: float
 
 
-Event = SampleMeasured | JobFinished
+Event = SampleMeasured | JobProgress | JobFinished
+
+PROGRESS_EVERY_S = 1.0
 
 
 class Executor(ModelProvider, Protocol):
@@ -80,7 +96,8 @@ class Executor(ModelProvider, Protocol):
         """Run jobs, in any order, and yield events as they happen.
 
         A job may be split, and repeated in part after a loss. Every sample is in one
-        `SampleMeasured`; the last event of each part is its `JobFinished`.
+        `SampleMeasured`; the last event of each part is its `JobFinished`. `JobProgress` may be
+        among them.
         """
 
 
@@ -93,7 +110,8 @@ def run_job(sweep: Sweep, job: Job, loaded: LoadedModel) -> Iterator[Event]:
         loaded: The model of the job's setting.
 
     Yields:
-        `SampleMeasured` for each sample as it finishes, then `JobFinished`.
+        `SampleMeasured` for each sample as it finishes, `JobProgress` between them, then
+        `JobFinished`.
     """
     begin = time.perf_counter()
     cell = sweep.cell(job.cell)
@@ -107,10 +125,26 @@ def run_job(sweep: Sweep, job: Job, loaded: LoadedModel) -> Iterator[Event]:
     indices = sweep.recorded(cell)
     recorded = [number for number, index in enumerate(job.samples) if index in indices]
     with record_kept_rows(evaluation.run, recorded) as recorder:
-        for result in evaluation.run:
+        for result in _results(evaluation.run, job):
+            if isinstance(result, JobProgress):
+                yield result
+                continue
             kept = recorder.pop(result) if result.id in recorder.requests else None
             yield SampleMeasured(job, job.samples[result.id], evaluation.outcome(result), kept)
     yield JobFinished(job, evaluation.run.report, time.perf_counter() - begin)
+
+
+def _results(run: Run, job: Job) -> Iterator[Result | JobProgress]:
+    """Results as they come, and how far the job is in between."""
+    num_tokens, told_at = 0, time.monotonic()
+    yield JobProgress(job, 0)
+    while not run.done:
+        events = run.step()
+        num_tokens += len(events.tokens)
+        yield from events.results
+        if time.monotonic() - told_at >= PROGRESS_EVERY_S:
+            yield JobProgress(job, num_tokens)
+            told_at = time.monotonic()
 
 
 def _request(setting: EvalSetting, example: Example, tokenizer: PreTrainedTokenizerBase) -> Request:

@@ -8,7 +8,7 @@ from kvpolicy.engine.requests.results import RunReport
 from kvpolicy.lab.store.records import CellTiming, Sample
 from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.sweep.grid import Cell, Sweep
-from kvpolicy.lab.sweep.jobs import Executor, Job, SampleMeasured
+from kvpolicy.lab.sweep.jobs import Executor, Job, JobProgress, SampleMeasured
 from kvpolicy.lab.sweep.recording import KeptRecord
 
 
@@ -18,6 +18,19 @@ class SampleDone:
 
     cell: Cell
     sample: Sample
+
+
+@attrs.frozen
+class CellProgress:
+    """A cell begins, or goes on between two samples.
+
+    Attributes:
+        cell: The cell.
+        num_tokens: Tokens of its samples in this run, those of prompts not counted.
+    """
+
+    cell: Cell
+    num_tokens: int
 
 
 @attrs.frozen
@@ -35,7 +48,9 @@ class CellDone:
     compile_s: float = 0.0
 
 
-def run(sweep: Sweep, store: Store, executor: Executor) -> Iterator[SampleDone | CellDone]:
+def run(
+    sweep: Sweep, store: Store, executor: Executor
+) -> Iterator[SampleDone | CellProgress | CellDone]:
     """Run what is not stored yet. May be stopped at any moment and called again.
 
     Args:
@@ -53,6 +68,9 @@ def run(sweep: Sweep, store: Store, executor: Executor) -> Iterator[SampleDone |
         cell = sweep.cell(event.job.cell)
         if isinstance(event, SampleMeasured):
             yield SampleDone(cell, _store_sample(sweep, store, cell, event))
+            continue
+        if isinstance(event, JobProgress):
+            yield CellProgress(cell, event.num_tokens)
             continue
         if event.report is not None:
             compiling[cell.id] += event.report.compile_s

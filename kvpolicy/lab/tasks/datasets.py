@@ -4,6 +4,7 @@ Rows of JSON lines are read on access, so that large files need not fit into mem
 """
 
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,13 +21,17 @@ Rows = Sequence[Row]
 # Formats of the package `datasets`, by suffix.
 _TABLES = {".parquet": "parquet", ".csv": "csv"}
 
+# A paragraph may begin with spaces, which belong to it.
+_BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
+
 
 def read_rows(source: str, *, config: str | None = None, split: str = "test") -> Rows:
     """Open the rows of a data set.
 
     Args:
         source: A file (``.jsonl``, ``.json``, ``.txt``, ``.csv``, ``.parquet``), a folder, or
-            a hub id. A text file has a row ``{"text"}`` for each paragraph.
+            a hub id. A text file has a row ``{"text"}`` for each paragraph, as blank lines
+            separate them.
         config: Configuration of a data set that has several.
         split: Split of a data set; ignored for files.
 
@@ -105,7 +110,8 @@ class JsonRows(Sequence[Row]):
 def _read_whole(path: Path) -> Rows:
     name = f"task file {path}"
     if path.suffix == ".txt":
-        paragraphs = read_text(path, name, error=TaskError).split("\n\n")
+        text = read_text(path, name, error=TaskError).replace("\r\n", "\n")
+        paragraphs = _BLANK_LINES.split(text)
         return [{"text": part.strip("\n")} for part in paragraphs if part.strip()]
     try:
         rows = parse_json(read_text(path, name, error=TaskError))

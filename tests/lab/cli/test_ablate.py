@@ -239,3 +239,15 @@ def test_a_cell_whose_policies_had_nothing_to_evict_is_told(
     (told,) = [line for line in answer.err.splitlines() if "nothing was evicted" in line]
     assert "at 500" in told
     assert "--budgets" in told
+
+
+def test_a_cell_tells_how_far_it_is_before_its_first_sample_is_done(
+    kvpolicy: Shell, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpolicy.lab.sweep.jobs.PROGRESS_EVERY_S", 0)
+    monkeypatch.setattr("kvpolicy.cli.output.LOG_EVERY_S", 0)
+    words = ("--model", model_folder, *SMALL, "--n", 1, "--policies", "h2o", "--task", "perplexity")
+    answer = kvpolicy("ablate", *words)
+    assert answer.status == 0, answer.err
+    told = [line for line in answer.err.splitlines() if "H2O at 12: 0/1, " in line]
+    assert [int(line.split()[-2]) for line in told[:4]] == [2, 3, 4, 5]

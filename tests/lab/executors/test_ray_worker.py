@@ -23,7 +23,7 @@ from kvpolicy.lab.executors.ray_worker import Worker, WorkerConfig
 from kvpolicy.lab.models import ModelCache
 from kvpolicy.lab.prompt_files.answering import Answering, PromptAnswered, Shard, ShardFinished
 from kvpolicy.lab.sweep.grid import Sweep
-from kvpolicy.lab.sweep.jobs import Job, JobFinished, SampleMeasured, run_job
+from kvpolicy.lab.sweep.jobs import Job, JobFinished, JobProgress, SampleMeasured, run_job
 from kvpolicy.lab.sweep.prepare import build_sweep, load_sweep
 from kvpolicy.plan.plan import Plan
 
@@ -82,8 +82,10 @@ def test_a_worker_gives_the_events_of_a_local_run(model_folder: Path) -> None:
     worker = begun()
     for cell in sweep.cells:
         job = Job(cell.id, (0, 2))
-        local = list(run_job(sweep, job, loaded))
-        remote = list(worker.run_job(sent(sweep), job))
+        local = [one for one in run_job(sweep, job, loaded) if not isinstance(one, JobProgress)]
+        remote = [
+            one for one in worker.run_job(sent(sweep), job) if not isinstance(one, JobProgress)
+        ]
         assert [type(one) for one in remote] == [SampleMeasured, SampleMeasured, JobFinished]
         for ours, theirs in zip(local[:2], remote[:2], strict=True):
             assert isinstance(ours, SampleMeasured)

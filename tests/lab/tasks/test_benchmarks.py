@@ -139,6 +139,12 @@ def test_a_text_file_is_a_text_for_each_paragraph(tmp_path: Path) -> None:
     assert sorted(prompts) == ["One.\nStill one.", "Two."]
 
 
+def test_blank_lines_of_any_kind_separate_the_texts_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_bytes(b"One.\r\nStill.\r\n\r\n Two.\n \t\n\n  Three.\n")
+    items = load_task(f"perplexity:of={tmp_path / 'book.txt'}").examples(5, seed=0)
+    assert {item.reference for item in items} == {"One.\nStill.", " Two.", "  Three."}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
