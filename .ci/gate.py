@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -42,13 +42,13 @@ class Stage:
         name: What the summary says.
         check: Runs the commands.
         minutes: After this long, the running command is ended: it hangs, on the slowest machine.
-        chain: Stages with the same name of a chain run one after the other, beside other chains.
-            Those without one run first, alone.
+        chain: Stages with the same name of a chain run one after the other, beside the other chains
+            that are listed next to them. Those without one run alone.
     """
 
     name: str
     check: Callable[["Gate"], object]
-    minutes: float = 15.0
+    minutes: float = 30.0
     chain: str = ""
 
 
@@ -178,13 +178,18 @@ class Gate:
     # What the program calls.
 
     def run_stages(self, stages: Sequence[Stage]) -> None:
-        """Run those without a chain, and then as many chains at a time as there are cores."""
+        """Run stages in order, and chains next to each other side by side, one on each core."""
+        for in_chains, group in itertools.groupby(stages, key=lambda stage: bool(stage.chain)):
+            if in_chains:
+                self._run_chains(group)
+            else:
+                for stage in group:
+                    self.run_stage(stage)
+
+    def _run_chains(self, stages: Iterable[Stage]) -> None:
         chains: dict[str, list[Stage]] = {}
         for stage in stages:
-            if stage.chain:
-                chains.setdefault(stage.chain, []).append(stage)
-            else:
-                self.run_stage(stage)
+            chains.setdefault(stage.chain, []).append(stage)
         waiting = deque(chains.values())
 
         def run_chains() -> None:
@@ -236,7 +241,7 @@ class Gate:
             self._current.end = end
             call = failure.call
             # The last -n and -m count: one process, whatever the test is marked with.
-            alone = _with_arguments(call, ("-n", "0", "-m", "", failure.name))
+            alone = [*call.command, "-n", "0", "-m", "", failure.name]
             with contextlib.suppress(StageError):
                 failure.passes_alone = self._execute(alone, call.cwd, call.env)[0] == 0
 
@@ -271,7 +276,7 @@ class Gate:
 
     def _with_results(self, call: Pytest, path: Path) -> list[str]:
         hanging = ("-p", "timeout", f"--timeout={self.hangs_after_s:.0f}")
-        return _with_arguments(call, (f"--junitxml={path}", *hanging))
+        return [*call.command, f"--junitxml={path}", *hanging]
 
     def _execute(self, words: list[str], cwd: Path, env: Mapping[str, str]) -> tuple[int, str]:
         """Run a command, print what it prints, and return its status and output.
@@ -313,13 +318,6 @@ class Gate:
             reader.join(timeout=5.0)
             self._running.discard(process)
         return status, "".join(output)
-
-
-def _with_arguments(call: Pytest, arguments: Sequence[str]) -> list[str]:
-    """Pytest's command with more arguments; a command of a shell gets them at its end."""
-    if call.command[0] == "bash":
-        return [*call.command[:-1], f"{call.command[-1]} {shlex.join(arguments)}"]
-    return [*call.command, *arguments]
 
 
 def _copy_lines(process: subprocess.Popen[str], output: deque[str], out: TextIO) -> None:

@@ -98,7 +98,7 @@ def test_a_test_that_hangs_is_named_and_the_others_run(gate: ModuleType, tmp_pat
     assert "Timeout" in run.failures[-1].error
 
 
-def test_chains_run_side_by_side_after_what_is_in_none(
+def test_chains_next_to_each_other_run_side_by_side(
     gate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "NUM_CORES", 2)
@@ -108,16 +108,20 @@ def test_chains_run_side_by_side_after_what_is_in_none(
         waits = f"touch {mine}; until [ -e {other} ]; do sleep 0.05; done; echo met"
         return lambda run: run.run("bash", "-c", waits)
 
+    def sees(test: str) -> Callable[[Any], object]:
+        return lambda run: run.run("bash", "-c", test)
+
     stages = [
+        gate.Stage("before", sees("[ ! -e a ] && [ ! -e b ]")),
         gate.Stage("first of a", meet("a", "b"), chain="a"),
         gate.Stage("second of a", lambda run: run.run("false"), chain="a"),
         gate.Stage("first of b", meet("b", "a"), chain="b"),
-        gate.Stage("alone", lambda run: run.run("bash", "-c", "[ ! -e a ] && [ ! -e b ]")),
+        gate.Stage("after", sees("[ -e a ] && [ -e b ]")),
     ]
     run.run_stages(stages)
     assert [failure.stage.name for failure in run.failures] == ["second of a"]
     names = [line.split("  ")[-1] for line in run.summary().splitlines() if " s  " in line]
-    assert names[0] == "alone"
+    assert (names[0], names[-1]) == ("before", "after")
     assert names.index("first of a") < names.index("second of a")
     assert sorted(names) == sorted(stage.name for stage in stages)
 
@@ -127,8 +131,7 @@ def test_a_stage_that_hangs_is_ended_and_what_failed_before_is_kept(
     gate: ModuleType, tmp_path: Path
 ) -> None:
     run = gate.Gate(tmp_path, tmp_path)
-    words = " ".join(PYTEST)
-    command = ("bash", "-euc", f"{words} -k 'not second' tests/test_some.py")
+    command = (*PYTEST, "-k", "not second", "tests/test_some.py")
     run.run_stage(gate.Stage("tests", lambda run: run.pytest(*command), minutes=0.5))
     names = [failure.name for failure in run.failures]
     assert names[0] == "tests/test_some.py::TestGrouped::test_wrong[c/d]"
