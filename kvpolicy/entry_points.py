@@ -239,6 +239,16 @@ def distribution(point: EntryPoint) -> str:
     return _name_and_version(point.dist) if point.dist else "unknown package"
 
 
+def packages_of(group: str, owner: str) -> frozenset[str]:
+    """Top-level packages in which a distribution registers entry points of a group."""
+    return frozenset(
+        point.module.partition(".")[0]
+        for points in _points(group).values()
+        for point in points
+        if distribution(point).split()[0] == owner
+    )
+
+
 @lru_cache(maxsize=256)  # reading them parses a file of a hundred lines
 def _name_and_version(distribution: Distribution) -> str:
     return f"{distribution.name} {distribution.version}"

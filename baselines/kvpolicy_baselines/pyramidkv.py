@@ -13,8 +13,8 @@ from kvpolicy.toolkit import (
     Pooling,
     largest_remainder,
     odd,
-    snapkv_prompt_scores,
-    snapkv_scores,
+    pooled_window_attention,
+    ranked_window_scores,
 )
 
 
@@ -103,14 +103,14 @@ class PyramidKV:
         queries = queries[:, :, -self.window_size :]
         present = positions >= 0
         if self.phase == "prefill":
-            return snapkv_prompt_scores(
+            return pooled_window_attention(
                 observed_weights(queries, keys, positions, seq_len, present=present),
                 keys.shape[1],
                 kernel_size=self.kernel_size,
                 pooling=self.pooling,
                 group_reduce=self.group_reduce,
             )
-        return snapkv_scores(
+        return ranked_window_scores(
             queries,
             keys,
             tracks,

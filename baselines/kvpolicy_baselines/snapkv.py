@@ -7,7 +7,13 @@ from attrs.validators import ge, in_, instance_of
 from torch import Tensor
 
 from kvpolicy import Tracks, hookimpl, observed_weights
-from kvpolicy.toolkit import GroupReduce, Pooling, odd, snapkv_prompt_scores, snapkv_scores
+from kvpolicy.toolkit import (
+    GroupReduce,
+    Pooling,
+    odd,
+    pooled_window_attention,
+    ranked_window_scores,
+)
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -82,14 +88,14 @@ class SnapKV:
         queries = queries[:, :, -self.window_size :]
         present = positions >= 0
         if self.phase == "prefill":
-            return snapkv_prompt_scores(
+            return pooled_window_attention(
                 observed_weights(queries, keys, positions, seq_len, present=present),
                 keys.shape[1],
                 kernel_size=self.kernel_size,
                 pooling=self.pooling,
                 group_reduce=self.group_reduce,
             )
-        return snapkv_scores(
+        return ranked_window_scores(
             queries,
             keys,
             tracks,

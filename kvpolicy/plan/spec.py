@@ -22,9 +22,9 @@ import attrs
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 
-from kvpolicy.entry_points import nearest
+from kvpolicy.entry_points import nearest, packages_of
 from kvpolicy.errors import BudgetError, PlanError, PolicyLoadError, class_name, type_name
-from kvpolicy.hooks.discovery import load_policy, load_policy_class, snake_case
+from kvpolicy.hooks.discovery import GROUP, load_policy, load_policy_class, snake_case
 from kvpolicy.plugin_code import plugin_code
 from kvpolicy.validators import MAX_COUNT, positive_int
 
@@ -252,10 +252,6 @@ def _read_policy(value: object, _: object) -> PolicySpec:
 CONVERTER.register_structure_hook(PolicySpec, _read_policy)
 
 
-# Code of these packages is identified by the version of kvpolicy.
-_OWN_PACKAGES = ("kvpolicy", "kvpolicy_baselines", "kvpolicy_plugins", "skipkv_plugin")
-
-
 def hash_of_code(policy: type) -> str | None:
     """Hash the file that defines a policy; files that it imports are not included.
 
@@ -266,9 +262,11 @@ def hash_of_code(policy: type) -> str | None:
         policy: The policy's class.
 
     Returns:
-        8 hexadecimal digits; ``None`` for kvpolicy's own policies, and without a file.
+        8 hexadecimal digits; ``None`` without a file, and for policies that come with kvpolicy,
+        whose version identifies them.
     """
-    if policy.__module__.partition(".")[0] in _OWN_PACKAGES:
+    package = policy.__module__.partition(".")[0]
+    if package == "kvpolicy" or package in packages_of(GROUP, "kvpolicy"):
         return None
     file = getattr(sys.modules.get(policy.__module__), "__file__", None)
     if file is None or not Path(file).is_file():

@@ -70,7 +70,7 @@ def window_scores(
     return torch.cat([importance, (within - total).exp().mean(dim=2)], dim=2)
 
 
-def snapkv_scores(
+def ranked_window_scores(
     queries: Tensor,
     keys: Tensor,
     tracks: RankTracks,
@@ -106,7 +106,7 @@ def snapkv_scores(
     return score_in_rank_order(score, keys, tracks, rank, queries.shape[2], present)
 
 
-def snapkv_prompt_scores(
+def pooled_window_attention(
     weights: Tensor,
     num_kv_heads: int,
     *,

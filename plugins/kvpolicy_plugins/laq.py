@@ -8,7 +8,7 @@ from attrs.validators import ge, in_, instance_of
 from torch import Tensor
 
 from kvpolicy import Probe, hookimpl, observed_weights
-from kvpolicy.toolkit import GroupReduce, Pooling, odd, snapkv_prompt_scores
+from kvpolicy.toolkit import GroupReduce, Pooling, odd, pooled_window_attention
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -139,7 +139,7 @@ class LookaheadQCache:
             for some, num_tokens in asked
             if some.shape[2]
         ]
-        return snapkv_prompt_scores(
+        return pooled_window_attention(
             torch.cat(weights, dim=2),
             keys.shape[1],
             window=self.n_local,

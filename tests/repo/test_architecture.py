@@ -203,6 +203,8 @@ def test_kvpolicy_imports_and_names_no_plugin() -> None:
         for text in [
             *(name for name in imports(tree) if name.startswith(tuple(PLUGIN_PACKAGES))),
             *filter(pattern.search, _strings(tree)),
+            *(name for name in _strings(tree) if name in PLUGIN_PACKAGES),
+            *(name for name in _identifiers(tree) if set(_words(name)) & set(names_of_methods())),
         ]
     ]
     assert found == []
@@ -217,6 +219,24 @@ def names_of_plugins() -> list[str]:
         for point in entry_points(group=group)
         if point.dist and point.dist.name == "kvpolicy" and point.name not in declarations.HOOKS
     ]
+
+
+def names_of_methods() -> list[str]:
+    """Names of plugins that mean a method, and no word of English."""
+    words = {"full", "guard", "merge", "mix", "protect", "random", "seal", "streaming"}
+    return [name for name in names_of_plugins() if name not in words]
+
+
+def _identifiers(tree: ast.Module) -> set[str]:
+    """Names of functions, classes, arguments and variables of a module."""
+    named = [getattr(node, "id", getattr(node, "arg", None)) for node in ast.walk(tree)]
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.alias)
+    defined = [node.name for node in ast.walk(tree) if isinstance(node, kinds)]
+    return {name for name in (*named, *defined) if name}
+
+
+def _words(identifier: str) -> list[str]:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", identifier).lower().split("_")
 
 
 def _strings(tree: ast.Module) -> list[str]:
