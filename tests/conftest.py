@@ -26,7 +26,7 @@ import torch
 # Drawn examples: a handful, the same in every run, where each change is tested; a hundred random
 # ones, and what draws a failing one again is printed (`HYPOTHESIS_PROFILE=nightly`).
 _COMMON = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("dev", max_examples=4, derandomize=True, **_COMMON)
+hypothesis.settings.register_profile("dev", max_examples=3, derandomize=True, **_COMMON)
 hypothesis.settings.register_profile("nightly", max_examples=100, print_blob=True, **_COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 

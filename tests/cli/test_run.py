@@ -320,7 +320,8 @@ def test_results_in_order_are_the_same_results(
 ) -> None:
     limits = [[5] * 40, [6] * 3, [7] * 20, [10**6], [8] * 2]
     path = write_lines(tmp_path, *({"prompt": ids} for ids in limits))
-    words = ("run", "--file", path, "--model", model_folder, *H2O, "--slots", 2, "--json")
+    limit = ("--max-new-tokens", 12, "--slots", 2)
+    words = ("run", "--file", path, "--model", model_folder, *H2O, *limit, "--json")
     as_they_finish, in_order = kvpolicy(*words), kvpolicy(*words, "--in-order")
     assert (as_they_finish.status, in_order.status) == (1, 1)
     indices = [line["index"] for line in as_they_finish.json_lines[:-1]]

@@ -47,6 +47,7 @@ def guarded(most_bytes: int = MOST_BYTES) -> Iterator[OnlyWhatAGraphHolds]:
         yield mode
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "policy", "drawn"),

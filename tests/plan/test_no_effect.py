@@ -17,7 +17,7 @@ def tokens(stack: list[Any], budget: int | None = 12, **entries: Any) -> list[tu
     plan = Plan.from_dict({"stack": stack, "budget": budget, "buffer": 4, **entries})
     engine = Engine(shared_model(num_layers=NUM_LAYERS), None, plan)
     return [
-        tuple(result.tokens) for result in engine.generate(PROMPTS, max_new_tokens=40).results()
+        tuple(result.tokens) for result in engine.generate(PROMPTS, max_new_tokens=20).results()
     ]
 
 

@@ -252,7 +252,7 @@ def test_on_models_it_is_the_formula_of_their_projections(family: str) -> None:
 def run(model: Any, prompts: list[list[int]], **knobs: Any) -> Run:
     plan = Plan.uniform(load_policy("expected_attention", **knobs), budget=9, buffer=4)
     engine = Engine(model, plan=plan, slots=len(prompts))
-    return engine.generate(prompts, max_new_tokens=20, stop_ids=())
+    return engine.generate(prompts, max_new_tokens=14, stop_ids=())
 
 
 def test_statistics_are_those_of_a_sequence_alone() -> None:

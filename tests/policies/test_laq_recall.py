@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -32,13 +33,21 @@ def test_figures_are_the_same_in_every_run_and_a_look_ahead_sees_more(
     assert f"| LAQ | {means['LAQ']:.3f}" in capsys.readouterr().out
 
 
-def test_recorded_queries_and_weights_are_those_of_the_model(script: ModuleType) -> None:
+@pytest.fixture(scope="module")
+def recorded(script: ModuleType) -> tuple[Any, Any, dict[int, Any]]:
+    """A model, a text, and what each layer computes for it."""
     model, tokenizer = load_model("reasoner")
     engine = Engine(model, tokenizer, Plan.uniform("full", budget=64), slots=1)
     (text,) = script.read(engine, "multikey", 1, 0)
     num = len(text.tokens)
     records = script.Records(num, num)
     layers = script.recorded(model, text.tokens, ["streaming"], records, budget=8, tokens=2)
+    return model, text, layers
+
+
+def test_recorded_queries_and_weights_are_those_of_the_model(recorded: Any) -> None:
+    model, text, layers = recorded
+    num = len(text.tokens)
     assert len(layers) == model.config.num_hidden_layers
     for keys, values, queries, weights in layers.values():
         assert keys.shape == values.shape
@@ -50,13 +59,10 @@ def test_recorded_queries_and_weights_are_those_of_the_model(script: ModuleType)
         torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_tokens_decoded_over_all_rows_are_those_of_the_text(script: ModuleType) -> None:
-    model, tokenizer = load_model("reasoner")
-    engine = Engine(model, tokenizer, Plan.uniform("full", budget=64), slots=1)
-    (text,) = script.read(engine, "multikey", 1, 0)
-    num = len(text.tokens)
-    records = script.Records(num, num)
-    layers = script.recorded(model, text.tokens, ["streaming"], records, budget=8, tokens=2)
+def test_tokens_decoded_over_all_rows_are_those_of_the_text(
+    script: ModuleType, recorded: Any
+) -> None:
+    model, text, layers = recorded
     for layer, found in script.pseudo_queries(model, text, text.at).items():
         true = layers[layer][2][:, text.at : text.at + script.LOOKAHEAD]
         torch.testing.assert_close(found, true, rtol=1e-3, atol=1e-3)

@@ -20,6 +20,7 @@ from kvpolicy.serve.command import KEYS
 KEY = "s3cret-key"
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.needs_reasoner
 def test_without_options_the_bundled_reasoner_is_served_and_the_line_to_try_works(

@@ -83,7 +83,7 @@ def rows_of(engine: Engine, requests: list[Request]) -> list[tuple[object, ...]]
     eager=st.booleans(),
     # Prompts of equal length are compacted together, with heads that hold different numbers.
     lengths=st.lists(
-        st.tuples(st.sampled_from([1, 6, 25, 25]), st.integers(8, 20)), min_size=3, max_size=4
+        st.tuples(st.sampled_from([1, 6, 25, 25]), st.integers(8, 16)), min_size=2, max_size=3
     ),
 )
 def test_rows_and_tokens_of_a_sequence_are_those_that_it_has_alone(

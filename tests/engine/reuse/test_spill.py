@@ -54,7 +54,7 @@ def test_what_is_read_again_equals_what_was_computed(
     seed: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("spill")
-    prompts = random_prompts(seed, 8)
+    prompts = random_prompts(seed, 6)
     expected = Engine(llama(), plan=PLANS[plan]).generate(asked(prompts)).results()
     for _ in range(2):  # with what was left there, too
         store = PrefixStore(

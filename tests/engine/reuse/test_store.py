@@ -39,7 +39,7 @@ def test_it_is_never_over_capacity_and_answers_are_those_without_it(
     )
     engine = Engine(llama(), plan=PLANS[plan], slots=2, chunk=9, prefix_store=store)
     fresh = Engine(llama(), plan=PLANS[plan], slots=2)
-    requests = asked(random_prompts(seed, 8))
+    requests = asked(random_prompts(seed, 6))
     expected = fresh.generate(requests).results()
     run = engine.generate(requests)
     results = []

@@ -325,17 +325,17 @@ def test_stop_strings_are_found_across_the_cut_and_not_before_it() -> None:
     assert engine.generate([rest]).results()[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("least", range(9, 13))
-def test_ends_with_stop_strings_are_exact_whatever_is_read_together(least: int) -> None:
+def test_ends_with_stop_strings_are_exact_whatever_is_read_together() -> None:
     request = Request(range(20), 60, stop_ids=(), snapshot=True)
-    (whole,) = Engine(llama(), tiny_tokenizer(), TIGHT).generate([request]).results()
-    request = attrs.evolve(request, stop=stop_within(whole.tokens, 1, least)[0])
-    ends = [
-        Engine(llama(), tiny_tokenizer(), TIGHT, steps_per_read=steps).generate([request]).results()
-        for steps in (1, 8)
-    ]
-    assert ends[0][0].finish_reason == "stop"
-    assert_same(ends[1][0].snapshot, ends[0][0].snapshot)
+    one, eight = (
+        Engine(llama(), tiny_tokenizer(), TIGHT, steps_per_read=steps) for steps in (1, 8)
+    )
+    (whole,) = one.generate([request]).results()
+    for least in range(9, 13):
+        stopping = attrs.evolve(request, stop=stop_within(whole.tokens, 1, least)[0])
+        (expected,), (end,) = (engine.generate([stopping]).results() for engine in (one, eight))
+        assert expected.finish_reason == "stop"
+        assert_same(end.snapshot, expected.snapshot)
 
 
 # What is refused
