@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None
+HAS_NUMBA = find_spec("numba") is not None
 
 
 def runs_in_triton(tensor: Tensor) -> bool:

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.base import Compact
+from kvpolicy.attention.choose import backend_for
 from kvpolicy.attention.softmax import observed_weights
 from kvpolicy.cache.slab import KVCache, slot_index
-from kvpolicy.devices import runs_in_triton, upload
+from kvpolicy.devices import upload
 from kvpolicy.errors import ModelError
 
 # Makes the kept rows of a slab the first of their entries. Those behind them receive a number, if
@@ -260,7 +262,8 @@ class LayerRows:
         keys, values = self._replacements(keep, keys, values)
         # An index that is wrong, which may be known only later, must not reach other slots.
         within = keep.clamp(0, self.num_rows - 1)
-        move = self._in_triton(within) if runs_in_triton(keep) else self._in_torch(within)
+        compact = backend_for(keep.device, stack.keys.dtype).compact
+        move = self._by_copy(within) if compact is None else self._in_place(within, compact)
         for slab, replacement in ((stack.keys, keys), (stack.values, values)):
             if replacement is None:
                 move(slab, None)
@@ -327,10 +330,8 @@ class LayerRows:
         """These entries of a tensor of the stack; a view if they are in equal steps."""
         return tensor.index_select(0, self._places) if self._view is None else tensor[self._view]
 
-    def _in_triton(self, keep: Tensor) -> _Move:
+    def _in_place(self, keep: Tensor, compact: Compact) -> _Move:
         """Moves rows within their slab."""
-        from kvpolicy.attention.triton_backend.compact import compact
-
         num_kept = keep.new_full(keep.shape[:2], keep.shape[2])
         num_rows = torch.full_like(num_kept, self.num_rows)
         start: Tensor | None = None
@@ -342,7 +343,7 @@ class LayerRows:
 
         return move
 
-    def _in_torch(self, keep: Tensor) -> _Move:
+    def _by_copy(self, keep: Tensor) -> _Move:
         """Moves rows by way of a copy."""
         index = self._row_index(keep)
 

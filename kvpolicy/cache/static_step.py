@@ -7,9 +7,8 @@ which it advances without reading, and writes what has changed otherwise: at adm
 compactions and departures.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from operator import is_
 
 import attrs
@@ -18,11 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvpolicy.attention.choose import Attend, attention_of
+from kvpolicy.attention.base import Decode, DecodeLayer
+from kvpolicy.attention.choose import backend_for
 from kvpolicy.attention.draw import SamplingColumns, SamplingNumbers, columns_of, draw
-from kvpolicy.attention.marks import put_states
-from kvpolicy.attention.operator import decode
-from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs, HeldRows, held_rows
+from kvpolicy.cache.rings import LAST_STATES, StateRing, put_states
 from kvpolicy.cache.slab import KVCache, LayerCache
 from kvpolicy.devices import upload
 
@@ -89,18 +87,14 @@ class StaticStep:
         rows: Rows held, ``[S, layers, H_kv]``, int64; where heads share the rows of a layer, those
             of a head in the mean, see `kvpolicy.cache.segments`.
         tokens: Tokens of the steps since `begin`, ``[steps, S]``, int64.
-        states: Last hidden states that no policy has observed, ``[S, N, M]``, in order; ``None``:
-            they are not wanted.
-        rings: For some layers, the input of their attention whose rows are not marked yet, in
-            order, ``[S, N, M]``.
+        rings: What keeps states of the steps.
     """
 
     def __init__(
         self,
         cache: KVCache,
         max_steps: int = 1,
-        states: Tensor | None = None,
-        rings: Mapping[int, Tensor] | None = None,
+        rings: Iterable[StateRing] = (),
         *,
         in_graph: bool = False,
         padded: bool = False,
@@ -110,8 +104,7 @@ class StaticStep:
         Args:
             cache: The KV cache.
             max_steps: The most steps whose tokens are read together.
-            states: Receives last hidden states.
-            rings: For some layers, receives the input of their attention.
+            rings: Keep states of the steps.
             in_graph: Whether a step must not read anything on the host, because it is compiled;
                 always so on a GPU.
             padded: Whether a step serves a power of 2 of slots, or all, so that there are few
@@ -121,12 +114,11 @@ class StaticStep:
         self.in_graph = in_graph or device.type != "cpu"
         self._padded = padded
         num_slots = self.width = self.num_served = cache.num_slots
-        self.cache, self.states, self.rings = cache, states, dict(rings or {})
+        self.cache, self.rings = cache, tuple(rings)
         num_heads = max(layer.shape.num_kv_heads for layer in cache.layers)
         self._token_ids = _Mirrored(device, num_slots)
         self._seq_len = _Mirrored(device, num_slots)
-        self._observed = _Mirrored(device, num_slots)
-        self._marked = _Mirrored(device, num_slots)
+        self._taken = [_Mirrored(device, num_slots) for _ in self.rings]
         self._rows = _Mirrored(device, num_slots, len(cache.layers), num_heads)
         self.token_ids, self.seq_len = self._token_ids.tensor, self._seq_len.tensor
         self.rows = self._rows.tensor
@@ -135,7 +127,6 @@ class StaticStep:
         self._num_steps = torch.zeros(1, dtype=torch.int64, device=device)
         capacity = np.where(cache.slides, cache.capacity, np.iinfo(np.int64).max)
         self._most_rows = upload(capacity, device)[:, None]
-        self._slots = torch.arange(num_slots, device=device)
         self._continuations: list[Continuation] = []
         self._all_columns = SamplingColumns(
             temperature=torch.zeros(num_slots, dtype=torch.float32, device=device),
@@ -148,10 +139,9 @@ class StaticStep:
         self._stop_ids = self._no_stop_ids(_NUM_STOP_IDS)
         self._max_len = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._layers: list[LayerCache] = []
-        self._arguments: list[tuple[DecodeSlabs, Counts, int]] = []
+        self._opened: list[DecodeLayer] = []
         self._tracks: list[dict[str, Tensor]] = []
-        self._attention: list[Attend] = []
-        self._held: list[HeldRows | None] = []
+        self._attention: list[Decode] = []
 
     @property
     def position_ids(self) -> Tensor:
@@ -173,16 +163,14 @@ class StaticStep:
         self,
         token_ids: Sequence[int],
         continuations: Sequence[Continuation],
-        num_observed: Sequence[int],
-        num_marked: Sequence[int] = (),
+        taken: Sequence[Sequence[int]] = (),
     ) -> None:
         """Take over what the host knows of the first slots.
 
         Args:
             token_ids: Their newest tokens.
             continuations: How they are continued.
-            num_observed: Tokens of each that policies have observed.
-            num_marked: Tokens of each whose rows policies have marked; needed for rings only.
+            taken: For each ring, the tokens of each sequence whose states were taken.
         """
         cache, served = self.cache, len(token_ids)
         self.num_served = served
@@ -191,16 +179,14 @@ class StaticStep:
         empty = [0] * (width - served)
         self._token_ids.set(np.array([*token_ids, *empty], dtype=np.int64))
         self._seq_len.set(cache.seq_len[:width])
-        self._observed.set(np.array([*num_observed, *empty], dtype=np.int64))
-        if self.rings:
-            self._marked.set(np.array([*num_marked, *empty], dtype=np.int64))
+        for mirrored, numbers in zip(self._taken, taken, strict=True):
+            mirrored.set(np.array([*numbers, *empty], dtype=np.int64))
         rows = cache.rows.T[:width, :, None]
         self._rows.set(np.broadcast_to(rows, (*rows.shape[:2], self._rows.known.shape[2])))
         if self._continuations != continuations:
             self._continue(list(continuations))
         self.live.zero_()[:served] = True
         self._num_steps.zero_()
-        self._held = []
 
     def attend(
         self,
@@ -228,48 +214,40 @@ class StaticStep:
         """
         dtype = self.cache.layers[layer_idx].shape.dtype
         query, key, value = query[:, :, 0], key[:, :, 0].to(dtype), value[:, :, 0].to(dtype)
-        cap = softcap or 0.0
-        if self.in_graph:
-            slabs, counts, window = self._arguments[layer_idx]
-            output = decode(
-                query,
-                key,
-                value,
-                slabs,
-                counts,
-                scaling=scaling,
-                softcap=cap,
-                sinks=sinks,
-                sliding_window=window,
-            )
-        else:
-            # Given in each call: functions that hold this step would keep its cache alive.
-            read_rows = partial(self._held_rows, layer_idx)
-            output = self._attention[layer_idx](
-                query, key, value, read_rows, scaling=scaling, softcap=cap, sinks=sinks
-            )
+        output = self._attention[layer_idx](
+            query, key, value, scaling=scaling, softcap=softcap or 0.0, sinks=sinks
+        )
         return output[:, :, None]
 
-    def keep_input(self, layer_idx: int, states: Tensor) -> None:
-        """Keep what enters the attention of a layer, ``[W, M]``, if the layer has a ring."""
-        ring = self.rings.get(layer_idx)
-        if ring is not None:
-            place = self.seq_len[: self.width] - self._marked.tensor[: self.width]
-            put_states(ring, states, place, self.live[: self.width])
+    def keep_states(self, place: int, states: Tensor) -> None:
+        """Keep states of the new tokens in the rings that want them.
 
-    def marked_tracks(self, layer_idx: int, names: Sequence[str]) -> tuple[list[Tensor], Counts]:
-        """Tracks of a layer, ``[W, H_kv, R]``, and where their new rows are.
-
-        Where heads share their rows: pools, ``[W, H_kv * R]``, and the places in them as rows.
+        Args:
+            place: The layer whose attention they enter, or `LAST_STATES`.
+            states: ``[W, M]``.
         """
-        slabs, counts, _ = self._arguments[layer_idx]
+        width = self.width
+        for ring, taken in zip(self.rings, self._taken, strict=True):
+            tensor = ring.tensors.get(place)
+            if tensor is not None:
+                pending = self.seq_len[:width] - taken.tensor[:width]
+                put_states(tensor, states, pending, self.live[:width])
+
+    def new_numbers(
+        self, layer_idx: int, names: Sequence[str]
+    ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+        """Where the numbers of the new rows of a layer go.
+
+        Returns:
+            Tracks, ``[W, H_kv, R]``, or pools, ``[W, H_kv * R]``, where heads share their rows; the
+            places of the new rows in them, ``[W, H_kv]``; their positions and the slots that take
+            part, ``[W]`` each.
+        """
+        layer = self._opened[layer_idx]
         tracks = [self._tracks[layer_idx][name] for name in names]
-        if slabs.bounds is None:
-            return tracks, counts
-        capacity = slabs.keys.shape[2]
-        places = slabs.bounds[:, 1:] - capacity + counts.rows.clamp(max=capacity - 1)
-        pools = [track.flatten(1, 2) for track in tracks]
-        return pools, attrs.evolve(counts, rows=places)
+        if layer.bounds is not None:
+            tracks = [track.flatten(1, 2) for track in tracks]
+        return tracks, layer.places, layer.seq_len, layer.live
 
     def finish(
         self, logits: Tensor, states: Tensor | None = None, drawn: Tensor | None = None
@@ -290,9 +268,8 @@ class StaticStep:
             drawn = draw(logits, self._columns, seq_len + 1)
         else:
             drawn = pad(drawn, (0, width - len(drawn)))
-        if self.states is not None and states is not None:
-            place = (seq_len - self._observed.tensor[:width]).clamp(max=self.states.shape[1] - 1)
-            self.states[self._slots[:width], place] = states[:, -1]
+        if states is not None:
+            self.keep_states(LAST_STATES, states[:, -1])
         place = self._num_steps % len(self.tokens)
         self.tokens[:, :width].index_copy_(0, place, drawn[None])
         self._num_steps += 1
@@ -302,8 +279,6 @@ class StaticStep:
         token_ids.copy_(torch.where(live, drawn.clamp(min=0), token_ids))
         stops = (self._stop_ids[:width] == drawn[:, None]).any(dim=1) | (drawn < 0)
         live &= ~(stops | (seq_len + 1 >= self._max_len[:width]))
-        if not self.in_graph:
-            self._held = []
 
     def read(self, num_steps: int) -> list[list[int]]:
         """Tokens of the steps since `begin`, of each slot: the one wait for the device.
@@ -389,54 +364,32 @@ class StaticStep:
         if width == self.width and self._layers and all(map(is_, layers, self._layers)):
             return
         self.width, self._layers = width, list(layers)
-        self._arguments = [self._arguments_of(index) for index in range(len(layers))]
+        self._opened = [self._open(index) for index in range(len(layers))]
         self._tracks = [
             {name: track[:width] for name, track in layer.tracks.items()} for layer in layers
         ]
-        if not self.in_graph:
-            self._attention = [attention_of(*arguments) for arguments in self._arguments]
+        self._attention = [
+            backend_for(one.keys.device, one.keys.dtype, in_graph=self.in_graph).bind(one)
+            for one in self._opened
+        ]
         self._cut_columns()
 
-    def _arguments_of(self, layer_idx: int) -> tuple[DecodeSlabs, Counts, int]:
-        """What attention in a layer reads and changes, and its sliding window or 0."""
+    def _open(self, layer_idx: int) -> DecodeLayer:
+        """What attention in a layer reads and changes."""
         layer, served = self.cache.layers[layer_idx], slice(self.width)
         tracks = {name: track[served] for name, track in layer.tracks.items()}
         accumulated = [tracks.pop(name) for name in layer.accumulators]
-        slabs = DecodeSlabs(
-            layer.keys[served],
-            layer.values[served],
-            layer.positions[served],
-            list(tracks.values()),
-            accumulated,
-            layer.accumulators,
-            None if layer.window is None else layer.window[served],
-            None if layer.bounds is None else layer.bounds[served],
+        return DecodeLayer(
+            keys=layer.keys[served],
+            values=layer.values[served],
+            positions=layer.positions[served],
+            rows=self.rows[served, layer_idx, : layer.shape.num_kv_heads],
+            seq_len=self.seq_len[served],
+            live=self.live[served],
+            tracks=list(tracks.values()),
+            accumulated=accumulated,
+            accumulators=layer.accumulators,
+            window=None if layer.window is None else layer.window[served],
+            bounds=None if layer.bounds is None else layer.bounds[served],
+            sliding_window=layer.shape.sliding_window or 0,
         )
-        rows = self.rows[served, layer_idx, : layer.shape.num_kv_heads]
-        counts = Counts(rows, self.seq_len[served], self.live[served])
-        return slabs, counts, layer.shape.sliding_window or 0
-
-    def _held_rows(self, layer_idx: int) -> HeldRows | None:
-        """The rows of a layer, read once in a step for all layers."""
-        self._held = self._held or self._read_rows()
-        return self._held[layer_idx]
-
-    def _read_rows(self) -> list[HeldRows | None]:
-        """The rows of each layer; layers that hold equally many share what was read."""
-        known: dict[tuple[object, ...], HeldRows] = {}
-        held: list[HeldRows | None] = []
-        rows = self.rows[: self.width].numpy()
-        for layer_idx, layer in enumerate(self.cache.layers):
-            if layer.shape.sliding_window is not None:
-                held.append(None)
-                continue
-            capacity, num_heads = layer.slab.capacity, layer.shape.num_kv_heads
-            of_layer = rows[:, layer_idx, :num_heads]
-            bounds = None if layer.bounds is None else layer.bounds[: self.width]
-            own = () if bounds is None else tuple(bounds.flatten().tolist())
-            key = (of_layer.tobytes(), capacity, own)
-            if key not in known:
-                counts = torch.from_numpy(of_layer)
-                known[key] = held_rows(counts, self.live[: self.width], capacity, bounds)
-            held.append(known[key])
-        return held

@@ -126,6 +126,15 @@ class RunningBatch:
         )
         self._marker = Marker(plan.layers, stacks, bound, self.timings, errors, adapter.processes)
         self._marker.attach(self.cache, adapter.hidden_size, adapter.model.dtype)
+        # Each with what is known of a sequence: how many of its tokens were taken from the ring.
+        self._rings = {
+            name: ring
+            for name, ring in (
+                ("num_observed", self._observer.ring),
+                ("num_marked", self._marker.ring),
+            )
+            if ring is not None
+        }
         self.max_steps = max_steps
         # Policies that steer run in Python, which a graph would leave out.
         self._on_gpu = adapter.device.type == "cuda"
@@ -135,8 +144,7 @@ class RunningBatch:
             self._static = StaticStep(
                 self.cache,
                 max_steps,
-                self._observer.states,
-                self._marker.rings,
+                self._rings.values(),
                 in_graph=compiled is not None,
                 padded=replays,
             )
@@ -361,9 +369,8 @@ class RunningBatch:
             step = StepLayout(self.cache, range(len(active)), [1] * len(active))
         else:
             step = self._static
-            observed = [seq.num_observed for seq in active]
-            marked = [seq.num_marked for seq in active]
-            step.begin(newest, [seq.continuation for seq in active], observed, marked)
+            taken = [[getattr(seq, name) for seq in active] for name in self._rings]
+            step.begin(newest, [seq.continuation for seq in active], taken)
             token_ids = step.token_ids[: step.num_served]
         steer = partial(self._steer, token_ids) if self._steers else None
         self._forward = ForwardInput(
@@ -450,8 +457,7 @@ class RunningBatch:
         self._static.count(num_new, newest, [seq.finish_reason is None for seq in served])
         going_on = [seq for seq in served if seq.error is None]
         self._observer.flush_full(going_on)
-        if self._marker.rings:
-            self._marker.flush_full(going_on)
+        self._marker.flush_full(going_on)
 
     def compact(self) -> None:
         """Evict rows of the sequences of the last forward, where that is due."""

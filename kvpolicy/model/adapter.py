@@ -441,7 +441,7 @@ class ModelAdapter:
         step: StaticStep | StepLayout = StepLayout(cache, [0, 1], [1, 1])
         if static:
             step = StaticStep(cache)
-            step.begin([token] * 2, [], [0, 0])
+            step.begin([token] * 2, [])
         logits, _ = self.forward(ForwardInput(torch.tensor([[token]] * 2), step))
         return cache, prefill.logits[0, 1], logits[1]
 

@@ -14,7 +14,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.attention.marks import write_marks
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.probe_step import ProbeStep
 from kvpolicy.cache.static_step import StaticStep
@@ -103,17 +102,18 @@ def mark_static_rows(given: HasMarking, layer_idx: int, key: Tensor, value: Tens
     step = given.step
     assert isinstance(step, StaticStep)
     states = states[:, -1]
-    step.keep_input(layer_idx, states)
+    step.keep_states(layer_idx, states)
     names = given.marking.tracks.get(layer_idx)
     if names:
         dtype = step.cache.layers[layer_idx].shape.dtype
         key, value = key[:, :, 0].to(dtype), value[:, :, 0].to(dtype)
-        tracks, counts = step.marked_tracks(layer_idx, names)
-        of_slots = (counts.rows, counts.seq_len, counts.live)
+        tracks, places, seq_len, live = step.new_numbers(layer_idx, names)
         if step.in_graph:
-            torch.ops.kvpolicy.mark.default(states, key, value, tracks, *of_slots, layer_idx)
+            torch.ops.kvpolicy.mark.default(
+                states, key, value, tracks, places, seq_len, live, layer_idx
+            )
         else:
-            _mark(given.marking, states, key, value, tracks, *of_slots, layer_idx)
+            _mark(given.marking, states, key, value, tracks, places, seq_len, live, layer_idx)
 
 
 def _taken_input(given: HasMarking) -> Tensor | None:
@@ -167,7 +167,24 @@ def _mark(
     marks = under_way.ask(layer_idx, states, key, value, seq_len)
     for name, track in zip(under_way.tracks[layer_idx], tracks, strict=True):
         if name in marks:
-            write_marks(track, marks[name], rows, live)
+            _write(track, marks[name], rows, live)
+
+
+def _write(track: Tensor, numbers: Tensor, rows: Tensor, live: Tensor) -> None:
+    """Write numbers of the new row of every slot and KV head that takes part, in fixed shapes.
+
+    Args:
+        track: ``[W, H_kv, R]``, or the pools of slots whose heads have segments, ``[W, H_kv * R]``;
+            changed in place.
+        numbers: ``[W, H_kv]``.
+        rows: Places of the new rows, ``[W, H_kv]``, int64.
+        live: Slots that take part, bool ``[W]``.
+    """
+    if track.dim() == 3:
+        rows, numbers = rows[..., None], numbers[..., None]
+    before = track.gather(-1, rows)
+    taken = live.view(-1, *[1] * (track.dim() - 1))
+    track.scatter_(-1, rows, torch.where(taken, numbers.to(track.dtype), before))
 
 
 _LIBRARY.impl("mark", _ask, "CompositeExplicitAutograd")

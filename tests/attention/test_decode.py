@@ -8,38 +8,40 @@ from decode_cases import (
     assert_as_expected,
     cases,
     expected,
-    in_place_arguments,
+    operator_arguments,
 )
 from hypothesis import given
 from torch.library import opcheck
 
-from kvpolicy.attention import operator
-from kvpolicy.attention.choose import attend_on_cpu
+from kvpolicy.attention import choose
+from kvpolicy.attention.base import DecodeLayer
+from kvpolicy.attention.choose import backend_for
 from kvpolicy.attention.operator import DECODE
-from kvpolicy.attention.torch_backend.decode import DecodeSlabs, attend_with_torch
-from kvpolicy.attention.torch_backend.fixed_shapes import attend_in_fixed_shapes
+from kvpolicy.attention.torch_backend.backend import FixedShapesBackend, TorchBackend
 
-IMPLEMENTATIONS = {
-    "torch": attend_with_torch,
-    "cpu": attend_on_cpu,
-    "fixed shapes": attend_in_fixed_shapes,
+CPU = torch.device("cpu")
+BACKENDS = {
+    "torch": lambda _: TorchBackend(),
+    "cpu": lambda dtype: backend_for(CPU, dtype),
+    "fixed shapes": lambda _: FixedShapesBackend(),
+    "in a graph": lambda dtype: backend_for(CPU, dtype, in_graph=True),
 }
 
 
 def check(name: str, case: Case) -> None:
     wanted = expected(case)
-    output = IMPLEMENTATIONS[name](**case.arguments)
+    output = BACKENDS[name](case.dtype).bind(case.layer)(**case.new)
     # Logits are rounded to the precision of keys.
     assert_as_expected(case, output, wanted, sums_tolerance=TOLERANCE[case.dtype])
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", BACKENDS)
 @given(case=cases(adjacent=True))
 def test_decode_stores_and_attends_as_loops_do(name, case) -> None:
     check(name, case)
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", BACKENDS)
 @given(case=cases(slides=True, adjacent=True))
 def test_a_full_sliding_window_drops_its_oldest_row(name, case) -> None:
     check(name, case)
@@ -48,7 +50,7 @@ def test_a_full_sliding_window_drops_its_oldest_row(name, case) -> None:
 @given(case=cases(adjacent=True))
 def test_the_operator_is_the_function_of_the_device(case) -> None:
     wanted = expected(case)
-    output = DECODE(*in_place_arguments(case))
+    output = DECODE(*operator_arguments(case.layer, case.new))
     assert_as_expected(case, output, wanted, sums_tolerance=TOLERANCE[case.dtype])
 
 
@@ -56,21 +58,20 @@ def test_the_operator_is_the_function_of_the_device(case) -> None:
 def test_the_operator_declares_what_it_changes(case) -> None:
     opcheck(
         DECODE,
-        in_place_arguments(case),
+        operator_arguments(case.layer, case.new),
         test_utils=("test_schema", "test_faketensor"),
     )
 
 
-@given(case=cases(adjacent=True))
-def test_a_gpu_without_triton_runs_operations_of_torch(case) -> None:
-    wanted = expected(case)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operator, "HAS_TRITON", False)
-        output = operator._on_cuda(*in_place_arguments(case))
-    assert_as_expected(case, output, wanted, sums_tolerance=TOLERANCE[case.dtype])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_gpu_without_triton_reads_nothing_on_the_host(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "HAS_TRITON", False)
+    assert isinstance(backend_for(torch.device("cuda"), dtype), FixedShapesBackend)
 
 
 def test_an_unknown_accumulator_is_named() -> None:
     rows = torch.zeros(1, 1, 1)
     with pytest.raises(ValueError, match=r"accumulators.*attn_mean"):
-        DecodeSlabs(rows, rows, rows, accumulated=[rows], accumulators=["attn_mean"])
+        DecodeLayer(*[rows] * 6, accumulated=[rows], accumulators=["attn_mean"])

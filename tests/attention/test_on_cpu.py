@@ -16,22 +16,35 @@ from hypothesis import assume, given
 from torch import Tensor
 
 from kvpolicy.attention import choose
-from kvpolicy.attention.choose import attend_on_cpu, has_numba
-from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs
+from kvpolicy.attention.base import DecodeLayer
+from kvpolicy.attention.choose import backend_for
+from kvpolicy.attention.numba_backend.backend import NumbaBackend, can_attend
 
 needs_numba = pytest.mark.skipif(find_spec("numba") is None, reason="needs the extra cpu")
 
 
+CPU = torch.device("cpu")
+
+
 @pytest.fixture(autouse=True)
 def asked_again() -> Iterator[None]:
-    has_numba.cache_clear()
+    can_attend.cache_clear()
     yield
-    has_numba.cache_clear()
+    can_attend.cache_clear()
 
 
-def test_torch_attends_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "find_spec", lambda _: None)
-    assert not has_numba()
+def attend(layer: DecodeLayer, **new: Any) -> Tensor:
+    return backend_for(CPU, layer.keys.dtype).bind(layer)(**new)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numba_attends_in_fp32_where_it_is_installed(
+    installed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "HAS_NUMBA", installed)
+    chosen = isinstance(backend_for(CPU, dtype), NumbaBackend)
+    assert chosen == (installed and dtype == torch.float32)
 
 
 @needs_numba
@@ -42,14 +55,14 @@ def test_threads_are_shared_with_torch_or_numba_is_not_used(
     import numba
 
     monkeypatch.setattr(numba, "threading_layer", lambda: layer)
-    assert has_numba() == (layer == "omp")
+    assert can_attend() == (layer == "omp")
 
 
 @needs_numba
 def test_torch_keeps_its_number_of_threads() -> None:
     # In a new process, since Numba starts its threads once.
     code = (
-        "import torch; torch.set_num_threads(1); import kvpolicy.attention.numba_backend; "
+        "import torch; torch.set_num_threads(1); import kvpolicy.attention.numba_backend.decode; "
         "print(torch.get_num_threads())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -57,25 +70,25 @@ def test_torch_keeps_its_number_of_threads() -> None:
 
 
 @needs_numba
-def test_numba_attends_in_fp32() -> None:
-    assert has_numba()
+def test_numba_shares_the_threads_of_torch() -> None:
+    assert can_attend()
 
 
 @needs_numba
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 def test_torch_attends_in_a_forked_process() -> None:
-    def attend() -> Tensor:
+    def attended() -> Tensor:
         keys, values, new = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8), torch.ones(1, 2, 8)
-        slabs = DecodeSlabs(keys, values, torch.full((1, 2, 4), -1))
-        counts = Counts(torch.zeros(1, 2).long(), torch.zeros(1).long(), torch.ones(1) > 0)
-        return attend_on_cpu(torch.randn(1, 4, 8), new, new, slabs, counts, scaling=1.0)
+        counts = (torch.zeros(1, 2).long(), torch.zeros(1).long(), torch.ones(1) > 0)
+        layer = DecodeLayer(keys, values, torch.full((1, 2, 4), -1), *counts)
+        return attend(layer, query=torch.randn(1, 4, 8), key=new, value=new, scaling=1.0)
 
-    assert torch.equal(attend(), torch.ones(1, 4, 8))
+    assert torch.equal(attended(), torch.ones(1, 4, 8))
     read, write = os.pipe()
     child = os.fork()
     if not child:
         torch.set_num_threads(1)  # those that torch had do not survive either
-        os.write(write, str(attend().tolist()).encode())
+        os.write(write, str(attended().tolist()).encode())
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as answer:
@@ -83,45 +96,42 @@ def test_torch_attends_in_a_forked_process() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-def with_only(case: Case, slot: int) -> dict[str, Any]:
-    """The arguments of a case for one of its slots."""
+def attended_alone(case: Case, slot: int) -> Tensor:
+    """The output of a case that has one of its slots only."""
 
     def cut(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor[slot : slot + 1].clone()
 
-    arguments, slabs, counts = case.arguments, case.slabs, case.arguments["counts"]
-    assert isinstance(counts, Counts)
-    names = ("keys", "values", "positions", "window")
+    layer, new = case.layer, case.new
+    names = ("keys", "values", "positions", "window", "rows", "seq_len", "live")
     own = attrs.evolve(
-        slabs,
-        tracks=[cut(track) for track in slabs.tracks],
-        accumulated=[cut(track) for track in slabs.accumulated],
-        **{name: cut(getattr(slabs, name)) for name in names},
+        layer,
+        tracks=[cut(track) for track in layer.tracks],
+        accumulated=[cut(track) for track in layer.accumulated],
+        **{name: cut(getattr(layer, name)) for name in names},
     )
-    new = {name: cut(arguments[name]) for name in ("query", "key", "value")}
-    of_slot = Counts(*(cut(one) for one in (counts.rows, counts.seq_len, counts.live)))
-    return {**arguments, **new, "slabs": own, "counts": of_slot}
+    return attend(own, **new | {name: cut(new[name]) for name in ("query", "key", "value")})
 
 
 @needs_numba
 @given(case=cases(adjacent=True))
 def test_a_slot_equals_itself_alone_to_the_bit(case: Case) -> None:
     assume(case.dtype == torch.float32)
-    alone = [attend_on_cpu(**with_only(case, slot)) for slot in range(len(case.slabs.keys))]
-    assert torch.equal(attend_on_cpu(**case.arguments), torch.cat(alone))
+    alone = [attended_alone(case, slot) for slot in range(len(case.layer.keys))]
+    assert torch.equal(attend(case.layer, **case.new), torch.cat(alone))
 
 
 @needs_numba
 @given(case=cases(adjacent=True))
 def test_nan_and_infinity_stay_in_their_slot(case: Case) -> None:
     assume(case.dtype == torch.float32)
-    live = case.arguments["counts"].live
+    live = case.layer.live
     assume(bool(live[0]))
-    before = attend_on_cpu(**with_only(case, len(live) - 1))
+    before = attended_alone(case, len(live) - 1)
     for bad in (torch.nan, torch.inf):
-        arguments = copy.deepcopy(case.arguments)
-        arguments["query"][0] = bad
-        output = attend_on_cpu(**arguments)
+        layer, new = copy.deepcopy((case.layer, case.new))
+        new["query"][0] = bad
+        output = attend(layer, **new)
         assert output[0].isnan().all()
         if len(live) > 1:
             assert torch.equal(output[-1:], before)

@@ -7,7 +7,7 @@ from tiny import tiny_model
 from triton_device import DEVICE, INTERPRETED
 
 from kvpolicy import Engine, Plan
-from kvpolicy.attention.triton_backend import compact as triton_compact
+from kvpolicy.attention.triton_backend.backend import TritonBackend
 from kvpolicy.toolkit import triton_redundancy
 
 
@@ -39,9 +39,9 @@ def test_engine_keeps_the_same_rows_with_triton(name: str, monkeypatch: pytest.M
 
         monkeypatch.setattr(module, function, call)
 
-    counted(triton_compact, "compact")
+    counted(TritonBackend, "compact")
     counted(triton_redundancy, "key_redundancy")
-    for module in ("kvpolicy.cache.rows", "kvpolicy.toolkit.redundancy"):
-        monkeypatch.setattr(f"{module}.runs_in_triton", lambda _: True)
+    monkeypatch.setattr("kvpolicy.cache.rows.backend_for", lambda *_: TritonBackend)
+    monkeypatch.setattr("kvpolicy.toolkit.redundancy.runs_in_triton", lambda _: True)
     assert positions_and_tokens(name) == expected
     assert set(calls) == {"compact", "key_redundancy"} if name == "rkv" else {"compact"}

@@ -1,6 +1,7 @@
 """Storing and attending in Triton against loops."""
 
 import attrs
+import pytest
 import torch
 from decode_cases import (
     SUMS_TOLERANCE,
@@ -8,16 +9,17 @@ from decode_cases import (
     assert_as_expected,
     cases,
     expected,
-    in_place_arguments,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 from triton_device import DEVICE
 
-from kvpolicy.attention import operator
-from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs
+from kvpolicy.attention import choose
+from kvpolicy.attention.base import DecodeLayer
+from kvpolicy.attention.choose import backend_for
 from kvpolicy.attention.triton_backend.append import append
-from kvpolicy.attention.triton_backend.decode import attend, chunks_of, decode
+from kvpolicy.attention.triton_backend.backend import TritonBackend
+from kvpolicy.attention.triton_backend.decode import attend, chunks_of
 
 # Rows that are not held are not even read.
 CASES = cases(empty=float("nan"), device=DEVICE)
@@ -26,35 +28,31 @@ CASES = cases(empty=float("nan"), device=DEVICE)
 @given(CASES)
 def test_decode_stores_and_attends_as_loops_do(case) -> None:
     wanted = expected(case)
-    output = decode(**case.arguments)
+    output = TritonBackend().bind(case.layer)(**case.new)
     assert_as_expected(case, output, wanted)
 
 
 @given(cases(slides=True, empty=float("nan"), device=DEVICE))
 def test_a_full_sliding_window_drops_its_oldest_row(case) -> None:
     wanted = expected(case)
-    output = decode(**case.arguments)
+    output = TritonBackend().bind(case.layer)(**case.new)
     assert_as_expected(case, output, wanted)
 
 
-@given(CASES)
-def test_a_gpu_with_triton_runs_its_kernels(case) -> None:
-    wanted = expected(case)
-    output = operator._on_cuda(*in_place_arguments(case))
-    assert_as_expected(case, output, wanted)
+def test_a_gpu_with_triton_runs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "HAS_TRITON", True)
+    assert isinstance(backend_for(torch.device("cuda"), torch.float16), TritonBackend)
 
 
 @given(CASES, st.integers(1, 3))
 def test_output_does_not_depend_on_the_number_of_chunks(case, chunks) -> None:
-    decode(**case.arguments)
-    arguments = {name: one for name, one in case.arguments.items() if name not in ("key", "value")}
+    TritonBackend().bind(case.layer)(**case.new)
+    new = {name: one for name, one in case.new.items() if name not in ("key", "value")}
     outputs, sums = [], []
     for count in (1, chunks):
         received = torch.zeros_like(case.tensors["positions"], dtype=torch.float32)
-        arguments["slabs"] = attrs.evolve(
-            case.slabs, accumulated=[received], accumulators=["attn_sums"]
-        )
-        outputs.append(attend(**arguments, chunks=count))
+        layer = attrs.evolve(case.layer, accumulated=[received], accumulators=["attn_sums"])
+        outputs.append(attend(layer, **new, chunks=count))
         sums.append(received)
     torch.testing.assert_close(*outputs, rtol=0, atol=TOLERANCE[case.dtype])
     torch.testing.assert_close(*sums, rtol=0, atol=SUMS_TOLERANCE)
@@ -66,8 +64,8 @@ def test_a_slab_without_room_leaves_its_neighbours_alone() -> None:
     new = torch.ones(2, 1, 4, device=DEVICE)
     rows = torch.full((2, 1), 3, device=DEVICE)
     seq_len, live = torch.full((2,), 9, device=DEVICE), torch.ones(2, dtype=torch.bool).to(DEVICE)
-    layer = DecodeSlabs(slabs[:, :, 0], slabs[:, :, 1], positions)
-    append(new, new, new, layer, Counts(rows, seq_len, live))
+    layer = DecodeLayer(slabs[:, :, 0], slabs[:, :, 1], positions, rows, seq_len, live)
+    append(layer, new, new, new)
     assert not slabs.any()
     assert not positions.any()
 

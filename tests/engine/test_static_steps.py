@@ -147,7 +147,7 @@ def test_the_device_holds_what_the_host_knows(data: st.DataObject) -> None:
             cache.rows[:, slot] = data.draw(st.integers(1, 9))
             tokens[slot] = data.draw(st.integers(0, 8))
             continuations[slot] = Continuation(40, frozenset({9}), Sampling())
-        step.begin(tokens[:width], continuations[:width], [0] * width)
+        step.begin(tokens[:width], continuations[:width])
         assert step.seq_len[:width].tolist() == cache.seq_len[:width].tolist()
         assert np.array_equal(step.rows[:width, :, 0].T.numpy(), cache.rows[:, :width])
         assert step.token_ids[:width].tolist() == tokens[:width]
@@ -182,12 +182,12 @@ def test_a_slot_whose_end_the_device_did_not_know_is_written_again() -> None:
     cache.seq_len[0] = cache.rows[:, 0] = 5
     step = StaticStep(cache, 3)
     going_on = Continuation(40, frozenset(), Sampling())
-    step.begin([7], [going_on], [0])
+    step.begin([7], [going_on])
     for token in (3, 4, 4):
         step.finish(torch.zeros(1, 10), drawn=torch.tensor([token]))
     step.count([1], [3], [False])  # it ended with token 3, by a stop string for example
     # The next sequence in the slot happens to be where the host has left it.
-    step.begin([3], [going_on], [0])
+    step.begin([3], [going_on])
     assert (step.seq_len.item(), step.rows.tolist()) == (6, [[[6, 6]]])
     assert step.token_ids.item() == 3
 

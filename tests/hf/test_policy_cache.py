@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
 from kvpolicy import Engine, Plan, PolicyCache
-from kvpolicy.attention.choose import has_numba
 from kvpolicy.compat import cache_argument, cache_in
+from kvpolicy.devices import HAS_NUMBA
 from kvpolicy.hf import policy_cache as policycache
 from kvpolicy.model.adapter import ModelAdapter
 
@@ -92,7 +92,7 @@ def test_greedy_tokens_equal_the_engine_in_single_precision(
     # and attends in static steps only.
     model = shared_model("qwen3", seed=seed, num_layers=NUM_LAYERS)
     tokens = generated_tokens(model, prompts, NEW_TOKENS, past_key_values=PolicyCache(model, plan))
-    slots, eager = len(prompts), has_numba()
+    slots, eager = len(prompts), HAS_NUMBA
     assert tokens == engine_tokens(model, prompts, plan, NEW_TOKENS, slots=slots, eager=eager)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.softmax import PLAIN, Softmax
+from kvpolicy.attention.torch_backend import eager
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.model import attention
@@ -57,14 +58,14 @@ def attended(
     st.lists(st.tuples(st.integers(0, 12), st.integers(1, 12)), min_size=1, max_size=3),
     seeds,
     softmaxes,
-    st.sampled_from([1, 700, attention.BLOCK_BYTES]),
+    st.sampled_from([1, 700, eager.BLOCK_BYTES]),
 )
 def test_blocks_of_queries_equal_loops_over_queries_and_rows(
     lengths: list[tuple[int, int]], seed: int, softmax: Softmax, block_bytes: int
 ) -> None:
     before, new = ([pair[i] for pair in lengths] for i in (0, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "BLOCK_BYTES", block_bytes)
+        patch.setattr(eager, "BLOCK_BYTES", block_bytes)
         queries, output, cache, tracks = attended(before, new, seed, softmax)
     layer = cache.layers[0]
     for b, (num_before, num_new) in enumerate(lengths):
@@ -116,7 +117,7 @@ def weights_of(
 def test_memory_does_not_grow_with_the_queries(
     softmax: Softmax, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr(eager, "BLOCK_BYTES", 1 << 18)
     shape = LayerShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
 
     def beyond_the_output(length: int) -> int:

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvpolicy import Engine, Plan, Request, hookimpl
 from kvpolicy.attention.accumulators import ACCUMULATORS
-from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs
-from kvpolicy.attention.torch_backend.fixed_shapes import attend_in_fixed_shapes
+from kvpolicy.attention.base import DecodeLayer
+from kvpolicy.attention.torch_backend.backend import FixedShapesBackend
 from kvpolicy.cache import static_step
 from kvpolicy.cache.slab import KVCache, Slab
 from kvpolicy.cache.static_step import StaticStep
@@ -117,9 +117,10 @@ def test_marking_holds_only_what_a_graph_can(
         rows = step.cache.rows[0].tolist()
         assert changed == [[slot, head, rows[slot]] for slot in (0, 2) for head in (0, 1)]
     else:
-        newest = step.rings[0][:, 2]  # two were kept before
+        (ring,) = step.rings
+        newest = ring.tensors[0][:, 2]  # two were kept before
         assert newest[:, 0].tolist() == [1, 0, 1]
-        assert not step.rings[0][:, 3:].any()
+        assert not ring.tensors[0][:, 3:].any()
 
 
 def _twin(model: Any) -> Any:
@@ -195,19 +196,20 @@ def test_attention_without_triton_meets_no_tensor_of_the_host() -> None:
     with FakeTensorMode(allow_non_fake_inputs=False):
         rows = torch.zeros(2, 2, 8, device=GPU)
         keys = torch.zeros(2, 2, 8, 4, device=GPU)
-        slabs = DecodeSlabs(
+        layer = DecodeLayer(
             keys,
             keys.clone(),
             rows.long(),
+            rows[:, :, 0].long(),
+            rows[:, 0, 0].long(),
+            rows[:, 0, 0].bool(),
             accumulated=[rows.clone() for _ in ACCUMULATORS],
             accumulators=list(ACCUMULATORS),
             window=torch.zeros(2, 4, 3, 4, device=GPU),
+            sliding_window=8,
         )
-        counts = Counts(rows[:, :, 0].long(), rows[:, 0, 0].long(), rows[:, 0, 0].bool())
-        query = torch.zeros(2, 4, 4, device=GPU)
-        output = attend_in_fixed_shapes(
-            query, keys[:, :, 0], keys[:, :, 0], slabs, counts, scaling=0.5, sliding_window=8
-        )
+        query, new = torch.zeros(2, 4, 4, device=GPU), keys[:, :, 0]
+        output = FixedShapesBackend().bind(layer)(query, new, new, scaling=0.5)
     assert output.device.type == GPU
 
 

@@ -8,7 +8,7 @@ from strategies import seeds
 from torch import Tensor
 
 from kvpolicy.attention.accumulators import ACCUMULATORS
-from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs
+from kvpolicy.attention.base import DecodeLayer
 
 # fp32 sums of up to 150 terms in another order; 16-bit weights and outputs have 8 bits.
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -31,34 +31,30 @@ class Case:
     accumulated: dict[str, Tensor] = attrs.field(repr=False)
 
     @property
-    def slabs(self) -> DecodeSlabs:
-        named = self.tensors
-        return DecodeSlabs(
-            named["keys"],
-            named["values"],
-            named["positions"],
-            self.tracks,
-            list(self.accumulated.values()),
-            list(self.accumulated),
-            named["window"],
+    def layer(self) -> DecodeLayer:
+        names = ("keys", "values", "positions", "rows", "seq_len", "live", "window")
+        return DecodeLayer(
+            **{name: self.tensors[name] for name in names},
+            tracks=self.tracks,
+            accumulated=list(self.accumulated.values()),
+            accumulators=list(self.accumulated),
+            sliding_window=self.options["sliding_window"],
         )
 
     @property
-    def arguments(self) -> dict[str, object]:
-        named = self.tensors
-        counts = Counts(named["rows"], named["seq_len"], named["live"])
-        new = {name: named[name] for name in ("query", "key", "value", "sinks")}
-        return {**new, **self.options, "slabs": self.slabs, "counts": counts}
+    def new(self) -> dict[str, object]:
+        """What the model gives a layer."""
+        names = ("query", "key", "value", "sinks")
+        given = {name: self.tensors[name] for name in names}
+        return {**given, **{name: self.options[name] for name in ("scaling", "softcap")}}
 
 
-def in_place_arguments(case: Case) -> tuple[object, ...]:
-    """The arguments of the operator for a case."""
-    named, slabs, options = case.tensors, case.slabs, case.options
+def operator_arguments(layer: DecodeLayer, new: dict[str, object]) -> tuple[object, ...]:
+    """The arguments of the operator."""
     return (
-        *(named[name] for name in ("query", "key", "value")),
-        *(getattr(slabs, field.name) for field in attrs.fields(DecodeSlabs)),
-        *(named[name] for name in ("rows", "seq_len", "live")),
-        *(options["scaling"], options["softcap"], named["sinks"], options["sliding_window"]),
+        *(new[name] for name in ("query", "key", "value")),
+        *(getattr(layer, field.name) for field in attrs.fields(DecodeLayer)),
+        *(new[name] for name in ("scaling", "softcap", "sinks")),
     )
 
 
@@ -153,13 +149,11 @@ class RaggedCase:
 
     Attributes:
         case: The case; its rows are given back by `unpack`.
-        slabs: The pools.
-        counts: The counts of the slots; rows are those of a head in the mean.
+        layer: The pools; rows are those of a head in the mean.
     """
 
     case: Case
-    slabs: DecodeSlabs
-    counts: Counts
+    layer: DecodeLayer
 
     @classmethod
     def of(cls, case: Case, num_free: int, empty: float = 0.0) -> "RaggedCase":
@@ -181,8 +175,9 @@ class RaggedCase:
                 pool[slot, first : first + num] = slab[slot, head, :num]
             return pool.view(slab.shape[0], num_heads, capacity, *slab.shape[3:])
 
-        slabs = attrs.evolve(
-            case.slabs,
+        layer = attrs.evolve(
+            case.layer,
+            rows=mean[:, None].repeat(1, num_heads),
             keys=pooled(named["keys"], empty),
             values=pooled(named["values"], empty),
             positions=pooled(named["positions"], -1),
@@ -190,33 +185,18 @@ class RaggedCase:
             accumulated=[pooled(track, 0) for track in case.accumulated.values()],
             bounds=bounds,
         )
-        rows = mean[:, None].repeat(1, num_heads)
-        return cls(case, slabs, Counts(rows, named["seq_len"], named["live"]))
-
-    @property
-    def arguments(self) -> dict[str, object]:
-        return self.case.arguments | {"slabs": self.slabs, "counts": self.counts}
-
-    @property
-    def operator_arguments(self) -> tuple[object, ...]:
-        """The arguments of the operator."""
-        slabs, counts = self.slabs, self.counts
-        given = list(in_place_arguments(self.case))
-        num = len(attrs.fields(DecodeSlabs))
-        given[3 : 3 + num] = [getattr(slabs, field.name) for field in attrs.fields(DecodeSlabs)]
-        given[3 + num] = counts.rows
-        return tuple(given)
+        return cls(case, layer)
 
     def unpack(self) -> None:
         """Write the rows of the pools into the slabs of the case."""
-        case, bounds = self.case, self.slabs.bounds
+        case, bounds = self.case, self.layer.bounds
         pairs = [
-            *((case.tensors[name], getattr(self.slabs, name)) for name in ("keys", "values")),
-            (case.tensors["positions"], self.slabs.positions),
-            *zip(case.tracks, self.slabs.tracks, strict=True),
-            *zip(case.accumulated.values(), self.slabs.accumulated, strict=True),
+            *((case.tensors[name], getattr(self.layer, name)) for name in ("keys", "values")),
+            (case.tensors["positions"], self.layer.positions),
+            *zip(case.tracks, self.layer.tracks, strict=True),
+            *zip(case.accumulated.values(), self.layer.accumulated, strict=True),
         ]
-        every = torch.cartesian_prod(*map(torch.arange, self.counts.rows.shape)).view(-1, 2)
+        every = torch.cartesian_prod(*map(torch.arange, self.layer.rows.shape)).view(-1, 2)
         for slot, head in every:
             num = int(case.tensors["rows"][slot, head]) + int(case.tensors["live"][slot])
             first = int(bounds[slot, head])

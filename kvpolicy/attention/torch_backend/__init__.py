@@ -1,1 +1,1 @@
-"""Attention in torch: what other backends fall back to, and are compared with."""
+"""Attention in torch, for any device: what other backends fall back to."""

@@ -1,4 +1,4 @@
-"""Decode attention in torch's operations that reads nothing on the host, for any device.
+"""Decode attention that reads nothing on the host, for any device.
 
 What `kvpolicy.attention.triton_backend` does in one pass over the rows that are held takes several
 passes over whole slabs here. It is what a GPU runs without the extra ``kernels``.
@@ -7,114 +7,99 @@ passes over whole slabs here. It is what a GPU runs without the extra ``kernels`
 import torch
 from torch import Tensor
 
-from kvpolicy.attention.torch_backend.decode import (
-    Counts,
-    DecodeSlabs,
-    attend_to_rows,
-    window_factor,
-)
+from kvpolicy.attention.base import DecodeLayer, window_factor
+from kvpolicy.attention.softmax import Softmax
+from kvpolicy.attention.torch_backend.decode import attend_to_rows
 
 
-def attend_in_fixed_shapes(
+def store_and_attend(
+    layer: DecodeLayer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    slabs: DecodeSlabs,
-    counts: Counts,
     *,
     scaling: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    sliding_window: int = 0,
 ) -> Tensor:
-    """Store one new row in every slot, and attend to the rows that it holds.
-
-    Arguments and result are those of `torch_backend.decode.attend_with_torch`.
-    """
-    if slabs.bounds is not None:
-        return _attend_to_pools(
-            query, key, value, slabs, counts, scaling=scaling, softcap=softcap, sinks=sinks
-        )
-    rows, seq_len, live = counts.rows, counts.seq_len, counts.live
-    capacity = slabs.keys.shape[2]
-    if sliding_window == capacity:
+    """Store one new row in every slot, and attend to the rows that it holds, see `Decode`."""
+    softmax = Softmax(softcap or None, sinks)
+    if layer.bounds is not None:
+        return _attend_to_pools(layer, layer.bounds, query, key, value, scaling, softmax)
+    rows, seq_len, live = layer.rows, layer.seq_len, layer.live
+    capacity = layer.keys.shape[2]
+    if layer.slides:
         full = (rows == capacity) & live[:, None]
-        for slab in (slabs.keys, slabs.values, slabs.positions, *slabs.all_tracks):
+        for slab in (layer.keys, layer.values, layer.positions, *layer.all_tracks):
             _drop_first(slab, full)
-    newest = rows.clamp(max=capacity - 1)
+    newest = layer.places
     positions = seq_len[:, None].expand_as(rows)
-    for slab, new in ((slabs.keys, key), (slabs.values, value), (slabs.positions, positions)):
+    for slab, new in ((layer.keys, key), (layer.values, value), (layer.positions, positions)):
         _put(slab, newest, new, live)
-    _remember(slabs.window, query, seq_len, live, scaling)
+    _remember(layer, query, scaling)
     seen = torch.arange(capacity, device=rows.device) <= newest[..., None]
-    if sliding_window:
-        seen &= slabs.positions > (seq_len - sliding_window)[:, None, None]
+    if layer.sliding_window:
+        seen &= layer.positions > (seq_len - layer.sliding_window)[:, None, None]
     # A query that saw no row would get NaN.
     seen |= ~live[:, None, None]
     return attend_to_rows(
         query,
-        slabs.keys,
-        slabs.values,
+        layer.keys,
+        layer.values,
         seen[:, :, None],
-        slabs.accumulated_by_name,
+        layer.accumulated_by_name,
         live,
         scaling,
-        softcap,
-        sinks,
+        softmax,
     )
 
 
 def _attend_to_pools(
+    layer: DecodeLayer,
+    bounds: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    slabs: DecodeSlabs,
-    counts: Counts,
-    *,
     scaling: float,
-    softcap: float,
-    sinks: Tensor | None,
+    softmax: Softmax,
 ) -> Tensor:
     """The same where KV heads have segments: a slot is one head of ``H_kv * R`` rows.
 
     Rows of other heads are masked. That computes more than it needs, and copies nothing.
     """
-    assert slabs.bounds is not None
-    rows, seq_len, live = counts.rows, counts.seq_len, counts.live
-    num_slots, num_heads, capacity = slabs.positions.shape
-    newest = slabs.bounds[:, 1:] - capacity + rows.clamp(max=capacity - 1)
-    positions = seq_len[:, None].expand_as(rows)
-    for slab, new in ((slabs.keys, key), (slabs.values, value), (slabs.positions, positions)):
+    live = layer.live
+    num_slots, num_heads, capacity = layer.positions.shape
+    newest = layer.places
+    positions = layer.seq_len[:, None].expand_as(newest)
+    for slab, new in ((layer.keys, key), (layer.values, value), (layer.positions, positions)):
         pool = slab.view(num_slots, 1, -1, *slab.shape[3:])
         for head in range(num_heads):
             _put(pool, newest[:, head : head + 1], new[:, head : head + 1], live)
-    _remember(slabs.window, query, seq_len, live, scaling)
-    place = torch.arange(num_heads * capacity, device=rows.device)
-    seen = (place >= slabs.bounds[:, :-1, None]) & (place <= newest[..., None])
+    _remember(layer, query, scaling)
+    place = torch.arange(num_heads * capacity, device=newest.device)
+    seen = (place >= bounds[:, :-1, None]) & (place <= newest[..., None])
     seen |= ~live[:, None, None]
     seen = seen.repeat_interleave(query.shape[1] // num_heads, dim=1)  # [W, H_q, H_kv * R]
     pools = (num_slots, 1, num_heads * capacity)
     return attend_to_rows(
         query,
-        slabs.keys.view(*pools, -1),
-        slabs.values.view(*pools, -1),
+        layer.keys.view(*pools, -1),
+        layer.values.view(*pools, -1),
         seen[:, None],
-        {name: track.view(pools) for name, track in slabs.accumulated_by_name.items()},
+        {name: track.view(pools) for name, track in layer.accumulated_by_name.items()},
         live,
         scaling,
-        softcap,
-        sinks,
+        softmax,
     )
 
 
-def _remember(
-    window: Tensor | None, query: Tensor, seq_len: Tensor, live: Tensor, scaling: float
-) -> None:
+def _remember(layer: DecodeLayer, query: Tensor, scaling: float) -> None:
     """Put the new queries into the window, if there is one."""
-    if window is not None:
-        index = (seq_len % window.shape[2])[:, None].expand(query.shape[:2])
+    if layer.window is not None:
+        index = layer.seq_len % layer.window.shape[2]
         factor = window_factor(scaling, query.shape[2])
-        _put(window, index, query if factor == 1 else query * factor, live)
+        new = query if factor == 1 else query * factor
+        _put(layer.window, index[:, None].expand(query.shape[:2]), new, layer.live)
 
 
 def _drop_first(slab: Tensor, full: Tensor) -> None:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs
+from kvpolicy.attention.base import DecodeLayer
 from kvpolicy.attention.triton_backend.rows import segment
 from kvpolicy.triton_common import power_of_2, row_start, row_strides
 
@@ -82,28 +82,20 @@ def _append(
 
 
 def append(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slabs: DecodeSlabs,
-    counts: Counts,
-    *,
-    factor: float = 1.0,
-    slides: bool = False,
+    layer: DecodeLayer, query: Tensor, key: Tensor, value: Tensor, *, factor: float = 1.0
 ) -> None:
     """Write the new token's key, value and position, and its query into the query window, in place.
 
     Args:
+        layer: The layer, changed but for its tracks; keys and values have equal strides. Where it
+            slides, a full slab has dropped its oldest row and takes the new one as its last.
         query: After RoPE, ``[W, H_q, D]``.
         key: After RoPE, ``[W, H_kv, D]``.
         value: ``[W, H_kv, D]``.
-        slabs: The layer, changed but for its tracks; keys and values have equal strides.
-        counts: State of the slots before. Those that take no part stay as they are.
         factor: What queries are multiplied by before they are stored.
-        slides: Whether a full slab has dropped its oldest row and takes the new one as its last.
     """
-    keys, values, positions, window = slabs.keys, slabs.values, slabs.positions, slabs.window
-    rows, bounds = counts.rows, slabs.bounds
+    keys, values, positions, window = layer.keys, layer.values, layer.positions, layer.window
+    rows, bounds = layer.rows, layer.bounds
     query, key, value = (
         new if new.stride(-1) == 1 else new.contiguous() for new in (query, key, value)
     )
@@ -120,8 +112,8 @@ def append(
         positions,
         keys if window is None else window,
         rows,
-        counts.seq_len,
-        counts.live.view(torch.uint8),
+        layer.seq_len,
+        layer.live.view(torch.uint8),
         rows if bounds is None else bounds,
         factor,
         *query.stride()[:2],
@@ -138,7 +130,7 @@ def append(
         GROUP=group,
         GROUP_BLOCK=power_of_2(group),
         WINDOW_SIZE=0 if window is None else window.shape[2],
-        SLIDES=slides,
+        SLIDES=layer.slides,
         RESCALED=factor != 1,
         RAGGED=bounds is not None,
     )

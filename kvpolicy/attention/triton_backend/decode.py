@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpolicy.attention.accumulators import ACCUMULATORS
-from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs, window_factor
+from kvpolicy.attention.base import DecodeLayer, window_factor
 from kvpolicy.attention.triton_backend.append import append
 from kvpolicy.attention.triton_backend.compact import drop_oldest
 from kvpolicy.attention.triton_backend.rows import num_held, segment
@@ -246,14 +246,12 @@ def _add(track, received, is_row):
 
 
 def attend(
+    layer: DecodeLayer,
     query: Tensor,
-    slabs: DecodeSlabs,
-    counts: Counts,
     *,
     scaling: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    sliding_window: int = 0,
     chunks: int | None = None,
 ) -> Tensor:
     """Attention of one query per slot over the rows it holds and the one just stored.
@@ -261,34 +259,32 @@ def attend(
     Rows that are not held are not read, nor are positions without a sliding window.
 
     Args:
-        query: After RoPE, ``[W, H_q, D]``.
-        slabs: The layer, of which only what accumulates changes; keys and values have equal
+        layer: The layer, of which only what accumulates changes; keys and values have equal
             strides, and so have the tracks that accumulate.
-        counts: State of the slots before the new rows.
+        query: After RoPE, ``[W, H_q, D]``.
         scaling: Factor on the logits.
-        softcap: See `torch_backend.decode.attend_with_torch`.
+        softcap: See `Decode`.
         sinks: See there.
-        sliding_window: The query sees rows at positions above its own less this; 0: all.
         chunks: Chunks of a slab; ``None``: as many as keep the GPU busy.
 
     Returns:
         ``[W, H_q, D]`` in the precision of ``query``; zeros for slots that take no part.
     """
-    keys, values, positions = slabs.keys, slabs.values, slabs.positions
-    accumulated, any_of_them = slabs.accumulated_by_name, bool(slabs.accumulators)
-    rows, live = counts.rows, counts.live.view(torch.uint8)
+    keys, values, positions = layer.keys, layer.values, layer.positions
+    accumulated, any_of_them = layer.accumulated_by_name, bool(layer.accumulators)
+    rows, live = layer.rows, layer.live.view(torch.uint8)
     query = query if query.stride(-1) == 1 else query.contiguous()
     num_slots, num_heads, capacity, dim = keys.shape
     group = query.shape[1] // num_heads
     assert row_strides(keys) == row_strides(values), "keys and values lie alike"
     assert rows.stride(1) == 1, "the counts of one slot lie side by side"
-    track_strides = {row_strides(track) for track in slabs.accumulated} or {(0, 0, 0)}
+    track_strides = {row_strides(track) for track in layer.accumulated} or {(0, 0, 0)}
     assert len(track_strides) == 1, "tracks that accumulate lie alike"
     # Tensor cores take 16-bit types; without them the product of query and keys fills registers.
     tensor_cores = query.dtype.itemsize == 2 and keys.dtype == query.dtype
     group_block, dim_block = blocks_of(group, dim, tensor_cores=tensor_cores)
     count, length = chunks_of(capacity, num_slots * num_heads, _processors(query.device), chunks)
-    bounds = slabs.bounds
+    bounds = layer.bounds
     if bounds is not None:  # one head may have all rows of its slot
         count = -(-num_heads * capacity // length)
     parts = (num_slots, num_heads, count, group_block)
@@ -317,7 +313,7 @@ def attend(
         values,
         positions,
         rows,
-        counts.seq_len,
+        layer.seq_len,
         live,
         rows if bounds is None else bounds,
         chunk_top,
@@ -331,7 +327,7 @@ def attend(
         rows.stride(0),
         0 if bounds is None else bounds.stride(0),
         SOFTCAP=softcap,
-        SLIDING_WINDOW=sliding_window,
+        SLIDING_WINDOW=layer.sliding_window,
         KEEP_LOGITS=any_of_them,
         TENSOR_CORES=tensor_cores,
         **shape,
@@ -357,39 +353,26 @@ def attend(
     return out
 
 
-def decode(
+def store_and_attend(
+    layer: DecodeLayer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    slabs: DecodeSlabs,
-    counts: Counts,
     *,
     scaling: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    sliding_window: int = 0,
 ) -> Tensor:
-    """Store one new row in every slot, and attend to the rows that it holds.
+    """Store one new row in every slot, and attend to the rows that it holds, see `Decode`.
 
-    Arguments and result are those of `torch_backend.decode.attend_with_torch`; slots that
-    take no part get zeros.
+    Slots that take no part get zeros.
     """
-    slides = sliding_window == slabs.keys.shape[2]
-    if slides:
-        for slab in (slabs.keys, slabs.values, *slabs.all_tracks):
-            drop_oldest(slab, counts.rows, counts.live)
-        drop_oldest(slabs.positions, counts.rows, counts.live, fill=-1)
-    factor = window_factor(scaling, query.shape[2])
-    append(query, key, value, slabs, counts, factor=factor, slides=slides)
-    return attend(
-        query,
-        slabs,
-        counts,
-        scaling=scaling,
-        softcap=softcap,
-        sinks=sinks,
-        sliding_window=sliding_window,
-    )
+    if layer.slides:
+        for slab in (layer.keys, layer.values, *layer.all_tracks):
+            drop_oldest(slab, layer.rows, layer.live)
+        drop_oldest(layer.positions, layer.rows, layer.live, fill=-1)
+    append(layer, query, key, value, factor=window_factor(scaling, query.shape[2]))
+    return attend(layer, query, scaling=scaling, softcap=softcap, sinks=sinks)
 
 
 def blocks_of(group: int, dim: int, *, tensor_cores: bool) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvpolicy.cache.rings import StateRing
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.engine.requests.sequence import Sequence
@@ -32,8 +33,8 @@ class Marker:
     """Asks for marks and writes them.
 
     Attributes:
-        rings: What enters the attention of layers that are marked after decode steps, ``[S, N, M]``
-            each, as far as it is not marked.
+        ring: What enters the attention of layers that are marked after decode steps, as far as it
+            is not marked, if there are such layers.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Marker:
             index: stack.marked_in_step for index, stack in enumerate(stacks) if stack.is_marked
         }
         self._cache: KVCache
-        self.rings: dict[int, Tensor] = {}
+        self.ring: StateRing | None = None
 
     def attach(
         self,
@@ -72,16 +73,14 @@ class Marker:
         dtype: torch.dtype,
         device: torch.device | None = None,
     ) -> None:
-        """Use a cache, and allocate the rings of its slots.
+        """Use a cache, and allocate the ring of its slots.
 
-        They are on the devices of their layers, unless one is given.
+        It is on the devices of its layers, unless one is given.
         """
         self._cache = cache
-        size = (cache.num_slots, self._interval, hidden_size)
-        for index in self._later:
-            own = cache.layers[index].shape.device if device is None else device
-            self.rings[index] = torch.zeros(size, dtype=dtype, device=own)
-        cache.slot_tensors += self.rings.values()
+        if self._later:
+            devices = {i: device or cache.layers[i].shape.device for i in self._later}
+            self.ring = StateRing(cache, self._interval, hidden_size, dtype, devices)
 
     def in_prefill(self, sequences: abc.Sequence[Sequence]) -> Marking | None:
         """Marks the rows of a forward of prompts; ``None`` if no policy marks."""
@@ -94,7 +93,7 @@ class Marker:
 
         Args:
             sequences: The sequences of the step.
-            keeps: Whether to put states into the rings, because the step does not do so itself.
+            keeps: Whether to put states into the ring, because the step does not do so itself.
         """
         if not self._in_step:
             return None
@@ -107,13 +106,13 @@ class Marker:
 
     def num_free(self, sequences: abc.Sequence[Sequence]) -> int:
         """Tokens that each of these sequences can still take before a ring is full."""
-        if not self.rings:
+        if self.ring is None:
             return sys.maxsize
         return self._interval - max(map(self._num_pending, sequences))
 
     def flush_full(self, sequences: abc.Sequence[Sequence]) -> None:
         """Mark the rows of the sequences whose rings are full."""
-        for seq in sequences if self.rings else ():
+        for seq in sequences if self.ring else ():
             if self._num_pending(seq) >= self._interval:
                 self.flush(seq)
 
@@ -124,30 +123,33 @@ class Marker:
             seq: The sequence.
             layers: Do so only if one of these is marked after decode steps; ``None``: always.
         """
-        wanted = self.rings and (layers is None or not self.rings.keys().isdisjoint(layers))
-        num_new = self._num_pending(seq) if wanted else 0
+        ring = self.ring
+        if ring is None or (layers is not None and set(ring.layers).isdisjoint(layers)):
+            return
+        num_new = self._num_pending(seq)
         if num_new:
             with self._errors.covering([seq]):
-                for layer_idx in self.rings:
-                    self._mark_kept(seq, layer_idx, num_new)
+                for layer_idx in ring.layers:
+                    states = ring.take(seq.slot, num_new, layer_idx)
+                    self._mark_kept(seq, layer_idx, states)
             seq.num_marked += num_new
 
     def _num_pending(self, seq: Sequence) -> int:
         return int(self._cache.seq_len[seq.slot]) - seq.num_marked
 
-    def _mark_kept(self, seq: Sequence, layer_idx: int, num_new: int) -> None:
-        """Mark the newest rows of a slot in a layer from the states in its ring."""
+    def _mark_kept(self, seq: Sequence, layer_idx: int, states: Tensor) -> None:
+        """Mark the newest rows of a slot in a layer from the states in its ring, ``[N, M]``."""
         cache, slot = self._cache, seq.slot
         layer, num_rows = cache.layers[layer_idx], int(cache.rows[layer_idx, slot])
         # A slab that is shorter than the ring has dropped the first of these rows.
-        num_held = min(num_new, num_rows)
+        num_held = min(len(states), num_rows)
         seq_len = int(cache.seq_len[slot])
         device = layer.shape.device
         with self._timings.time("mark_s", device):
             marks = self._asked(
                 layer_idx,
                 False,
-                self.rings[layer_idx][slot, num_new - num_held : num_new],
+                states[len(states) - num_held :],
                 layer.newest(layer.keys, slot, num_rows, num_held).transpose(0, 1),
                 layer.newest(layer.values, slot, num_rows, num_held).transpose(0, 1),
                 torch.arange(seq_len - num_held, seq_len, device=device),
@@ -164,11 +166,9 @@ class Marker:
     def _ask_in_decode(
         self, sequences: abc.Sequence[Sequence], keeps: bool, layer_idx: int, *tokens: Tensor
     ) -> abc.Mapping[str, Tensor]:
-        ring = self.rings.get(layer_idx)
-        if keeps and ring is not None:
-            slots = torch.tensor([seq.slot for seq in sequences], device=ring.device)
+        if keeps and self.ring is not None and layer_idx in self.ring.layers:
             pending = [self._num_pending(seq) for seq in sequences]
-            ring[slots, torch.tensor(pending, device=ring.device)] = tokens[0]
+            self.ring.note([seq.slot for seq in sequences], pending, tokens[0], layer_idx)
         if not self._in_step[layer_idx]:
             return {}
         with self._timings.time("mark_s", None):  # it may be captured in a graph, as time is not

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.cache.rings import LAST_STATES, StateRing
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.engine.requests.sequence import Sequence
@@ -28,7 +29,7 @@ class Observer:
     Attributes:
         stacks: The stacks that implement `observe`, without repetitions.
         wants_states: Whether any policy reads hidden states.
-        states: Unobserved hidden states of each slot, ``[S, N, M]``, if any policy reads them.
+        ring: Keeps unobserved hidden states of each slot, if any policy reads them.
     """
 
     def __init__(
@@ -50,16 +51,15 @@ class Observer:
         self._timings = timings
         self._errors = errors
         self._cache: KVCache
-        self.states: Tensor | None = None
+        self.ring: StateRing | None = None
         self.wants_states = any("hidden_states" in stack.observes for stack in self.stacks)
 
     def attach(self, cache: KVCache, hidden_size: int, dtype: torch.dtype, device: Any) -> None:
         """Use a cache, and allocate the tensor of unobserved hidden states of its slots."""
         self._cache = cache
         if self.wants_states:
-            size = (cache.num_slots, self._interval, hidden_size)
-            self.states = torch.zeros(size, dtype=dtype, device=device)
-            cache.slot_tensors.append(self.states)
+            of_last = {LAST_STATES: device}
+            self.ring = StateRing(cache, self._interval, hidden_size, dtype, of_last)
 
     def show_prompt(self, sequences: abc.Sequence[Sequence], states: Tensor | None) -> None:
         """Call `observe` for a chunk of each prompt.
@@ -81,11 +81,9 @@ class Observer:
             sequences: The sequences of the step.
             states: Last hidden states of their newest tokens, ``[B, M]``.
         """
-        if self.states is not None:
-            pending = [self._num_pending(seq) for seq in sequences]
-            newest = torch.tensor(pending, device=states.device) - 1
-            slots = torch.tensor([seq.slot for seq in sequences], device=states.device)
-            self.states[slots, newest] = states
+        if self.ring is not None:
+            before = [self._num_pending(seq) - 1 for seq in sequences]
+            self.ring.note([seq.slot for seq in sequences], before, states)
 
     def num_free(self, sequences: abc.Sequence[Sequence]) -> int:
         """Tokens that each of these sequences can still take before `observe` is called."""
@@ -102,19 +100,19 @@ class Observer:
         """Call `observe` for all unobserved tokens of a sequence."""
         num_new = self._num_pending(seq) if self.stacks else 0
         if num_new:
-            self._show(seq, None if self.states is None else self.states[seq.slot, :num_new])
+            self._show(seq, None if self.ring is None else self.ring.take(seq.slot, num_new))
 
     def pending_states(self, seq: Sequence) -> Tensor | None:
         """A copy of the unobserved hidden states of a sequence, ``[N, M]``, if they are wanted."""
-        return (
-            None if self.states is None else self.states[seq.slot, : self._num_pending(seq)].clone()
-        )
+        if self.ring is None:
+            return None
+        return self.ring.take(seq.slot, self._num_pending(seq)).clone()
 
     def put_states(self, seq: Sequence, states: Tensor | None) -> None:
         """Have a sequence go on with unobserved hidden states, ``[N, M]``, of another slot."""
-        if self.states is not None:
+        if self.ring is not None:
             assert states is not None
-            self.states[seq.slot, : len(states)] = states
+            self.ring.put(seq.slot, states)
 
     def _num_pending(self, seq: Sequence) -> int:
         return int(self._cache.seq_len[seq.slot]) - seq.num_observed

@@ -5,8 +5,7 @@ can be read, and it takes several operations to store a row. Here every slot and
 of its own: it stores the new row, and attends to the rows that it holds, in an order that does not
 depend on other slots. Tasks are shared among the threads of OpenMP that torch uses.
 
-Installed with the extra ``cpu``. Without it, and for keys in other precisions than fp32,
-`torch_backend.decode.attend_with_torch` does the same.
+Importing it needs the extra ``cpu``.
 """
 
 import os
@@ -18,7 +17,8 @@ from numba import njit, prange
 from torch import Tensor
 
 from kvpolicy.attention.accumulators import ACCUMULATORS
-from kvpolicy.attention.torch_backend.decode import Counts, DecodeSlabs, drop_oldest, window_factor
+from kvpolicy.attention.base import DecodeLayer, window_factor
+from kvpolicy.attention.torch_backend.decode import drop_oldest, store_and_attend
 
 
 def _start_threads() -> None:
@@ -205,15 +205,9 @@ def _decode(
             output[slot, head * group : (head + 1) * group] = 0
 
 
+# The threads of OpenMP do not survive forking: Numba ends a process that was forked after this
+# module was imported, and asks for them.
 _process = os.getpid()
-
-
-def is_forked() -> bool:
-    """Whether this process was forked after it had imported this module.
-
-    The threads of OpenMP do not survive forking: Numba ends a forked process that asks for them.
-    """
-    return os.getpid() != _process
 
 
 def _array(slab: Tensor, one_head: bool) -> np.ndarray:
@@ -225,28 +219,26 @@ def _array(slab: Tensor, one_head: bool) -> np.ndarray:
 class NumbaLayer:
     """Decode attention in one layer, in fp32; its tensors are turned into arrays once."""
 
-    def __init__(self, slabs: DecodeSlabs, counts: Counts, sliding_window: int) -> None:
-        """Take the tensors of a layer, see `torch_backend.decode.attend_with_torch`."""
-        self._slabs, self._counts = slabs, counts
-        self._sliding_window = sliding_window
-        self._slides = sliding_window == slabs.keys.shape[2]
-        accumulated = slabs.accumulated_by_name
-        one_head = slabs.bounds is not None
+    def __init__(self, layer: DecodeLayer) -> None:
+        """Take the tensors of a layer."""
+        self._layer = layer
+        accumulated = layer.accumulated_by_name
+        one_head = layer.bounds is not None
         self._arrays = [
-            _array(slabs.keys, one_head),
-            _array(slabs.values, one_head),
-            _array(slabs.positions, one_head),
+            _array(layer.keys, one_head),
+            _array(layer.values, one_head),
+            _array(layer.positions, one_head),
             *(
                 _array(accumulated[name], one_head) if name in accumulated else _NO_TRACK
                 for name in ACCUMULATORS
             ),
-            _NO_WINDOW if slabs.window is None else slabs.window.numpy(),
-            counts.seq_len.numpy(),
-            counts.live.numpy(),
-            _NO_BOUNDS if slabs.bounds is None else slabs.bounds.numpy(),
-            slabs.keys.shape[2],
+            _NO_WINDOW if layer.window is None else layer.window.numpy(),
+            layer.seq_len.numpy(),
+            layer.live.numpy(),
+            _NO_BOUNDS if layer.bounds is None else layer.bounds.numpy(),
+            layer.keys.shape[2],
         ]
-        self._rows = counts.rows.numpy()
+        self._rows = layer.rows.numpy()
 
     def __call__(
         self,
@@ -258,13 +250,14 @@ class NumbaLayer:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store one new row in every slot, and attend to the rows that it holds.
-
-        Arguments and result are those of `torch_backend.decode.attend_with_torch`.
-        """
-        rows = self._rows
-        if self._slides:
-            rows = drop_oldest(self._slabs, self._counts.rows, self._counts.live).numpy()
+        """Store one new row in every slot, and attend to the rows that it holds, see `Decode`."""
+        layer, rows = self._layer, self._rows
+        if os.getpid() != _process:
+            return store_and_attend(
+                layer, query, key, value, scaling=scaling, softcap=softcap, sinks=sinks
+            )
+        if layer.slides:
+            rows = drop_oldest(layer).numpy()
         output = torch.empty(query.shape)
         numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
         _decode(
@@ -276,7 +269,7 @@ class NumbaLayer:
             rows,
             scaling,
             softcap,
-            self._sliding_window,
+            layer.sliding_window,
             window_factor(scaling, query.shape[2]),
             output.numpy(),
         )

@@ -1,0 +1,188 @@
+"""The interface of a backend, and what it is given of a layer in a decode step.
+
+A decode step stores one new row in every slot and attends from it to the rows that the slot holds.
+Its tensors have fixed shapes and fixed addresses; how many rows a slot holds is one of them, and is
+read where the rows are attended to. An eager forward attends from many tokens to rows that the
+cache has stored and gathered before.
+
+Shapes: ``W`` slots, ``H_q`` query heads, ``H_kv`` KV heads, ``R`` rows of a slab, head size ``D``;
+in an eager forward ``B`` sequences, ``L`` new tokens and ``T`` rows.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import attrs
+from torch import Tensor
+
+from kvpolicy.attention.accumulators import ACCUMULATORS
+from kvpolicy.attention.softmax import Softmax
+
+
+@attrs.frozen(eq=False)
+class DecodeLayer:
+    """One layer in decode steps: what a step reads and changes.
+
+    Attributes:
+        keys: ``[W, H_kv, R, D]``.
+        values: ``[W, H_kv, R, D]``.
+        positions: ``[W, H_kv, R]``, int64, -1 where empty.
+        rows: Rows held before the step, ``[W, H_kv]``, int64; if KV heads have segments, those of a
+            head in the mean.
+        seq_len: Tokens seen: the position of the new row, ``[W]``, int64.
+        live: Slots that take part, bool ``[W]``. Nothing is stored for the others, and their
+            output is finite and of no meaning.
+        tracks: Numbers of the rows, ``[W, H_kv, R]`` each, which move with them.
+        accumulated: More such tracks, fp32, which the weights of each row update.
+        accumulators: Their names, see `kvpolicy.attention.accumulators`.
+        window: The last queries, ``[W, H_q, N, D]``, that at position p at index ``p % N``;
+            ``None``: they are not wanted.
+        bounds: Where KV heads hold different numbers of rows, the bounds of their segments in the
+            pool of ``H_kv * R`` rows of a slot, ``[W, H_kv + 1]``, int64: head h has the places
+            from ``bounds[h]`` to ``bounds[h + 1]``, and as many free rows behind its rows as any
+            other head, ``R`` less its ``rows``. ``None``: every head has ``R`` places.
+        sliding_window: Tokens that a query sees, its own included; 0: all. A slab that holds as
+            many rows drops the oldest of a slot that is full.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    rows: Tensor
+    seq_len: Tensor
+    live: Tensor
+    tracks: list[Tensor] = attrs.field(factory=list)
+    accumulated: list[Tensor] = attrs.field(factory=list)
+    accumulators: list[str] = attrs.field(
+        factory=list, validator=attrs.validators.deep_iterable(attrs.validators.in_(ACCUMULATORS))
+    )
+    window: Tensor | None = None
+    bounds: Tensor | None = None
+    sliding_window: int = 0
+
+    @property
+    def slides(self) -> bool:
+        """Whether a slab holds a whole sliding window, so that a full one drops its oldest row."""
+        return self.sliding_window == self.keys.shape[2]
+
+    @property
+    def all_tracks(self) -> list[Tensor]:
+        """The tracks, with those that accumulate."""
+        return [*self.tracks, *self.accumulated]
+
+    @property
+    def accumulated_by_name(self) -> dict[str, Tensor]:
+        """The tracks that accumulate, ``[W, H_kv, R]`` each."""
+        return dict(zip(self.accumulators, self.accumulated, strict=True))
+
+    @property
+    def places(self) -> Tensor:
+        """Place of each new row, ``[W, H_kv]``: in its slab or, with segments, in its pool."""
+        capacity = self.keys.shape[2]
+        newest = self.rows.clamp(max=capacity - 1)
+        return newest if self.bounds is None else self.bounds[:, 1:] - capacity + newest
+
+
+def window_factor(scaling: float, head_dim: int) -> float:
+    """What queries are multiplied by in a window, so that policies need not know the scaling."""
+    factor = scaling * head_dim**0.5
+    return 1.0 if abs(factor - 1) < 1e-6 else factor
+
+
+class Decode(Protocol):
+    """The attention of one layer in decode steps."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store one new row in every slot, attend to the rows that it holds, and accumulate.
+
+        Args:
+            query: Queries after RoPE, ``[W, H_q, D]``; query head h belongs to KV head ``h // G``.
+            key: Keys of the new rows after RoPE, ``[W, H_kv, D]``.
+            value: Their values, ``[W, H_kv, D]``.
+            scaling: Factor on the logits.
+            softcap: Logits become ``softcap * tanh(logits / softcap)``; 0: no cap.
+            sinks: A learned logit of each query head, ``[H_q]``, that takes a share of the weights.
+
+        Returns:
+            ``[W, H_q, D]``.
+        """
+
+
+# Makes chosen rows the first of their slots and empties the rows behind them, within the slab; see
+# `kvpolicy.attention.triton_backend.compact`.
+Compact = Callable[..., None]
+
+
+class AttentionBackend(Protocol):
+    """What stores, attends, accumulates and moves rows on one kind of device.
+
+    Attributes:
+        compact: Moves rows within their slab; ``None``: they move by way of a copy.
+    """
+
+    compact: Compact | None
+
+    def bind(self, layer: DecodeLayer) -> Decode:
+        """The attention of a layer whose tensors stay where they are."""
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        *,
+        scaling: float,
+        softmax: Softmax,
+        accumulated: Mapping[str, Tensor],
+        is_real: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from new tokens to rows, of which those of the new tokens are the last.
+
+        Args:
+            queries: Queries after RoPE, ``[B, H_q, L, D]``.
+            keys: ``[B, H_kv, T, D]``.
+            values: ``[B, H_kv, T, D]``.
+            mask: Rows each query may see, bool ``[B, 1 or H_kv, L, T]``; ``None``: all.
+            scaling: Factor on the logits.
+            softmax: The layer's softmax.
+            accumulated: Accumulators by name, ``[B, H_kv, T]`` each, fp32; changed in place.
+            is_real: Tokens that are no pads, bool ``[B, L]``; ``None``: all.
+
+        Returns:
+            ``[B, H_q, L, D]``.
+        """
+
+    def attend_beside(
+        self,
+        queries: Tensor,
+        held: tuple[Tensor, Tensor],
+        own: tuple[Tensor, Tensor],
+        visible: Tensor,
+        *,
+        scaling: float,
+        softmax: Softmax,
+    ) -> Tensor:
+        """Attend from tokens to rows of the cache and to their own rows, which are beside it.
+
+        Args:
+            queries: Queries after RoPE, ``[B, H_q, L, D]``.
+            held: Keys and values of the cache, ``[B, H_kv, T, D]`` each.
+            own: Those of the tokens, ``[B, H_kv, N, D]`` each.
+            visible: What each query sees of the first, then of the others, bool
+                ``[B, 1 or H_kv, L, T + N]``.
+            scaling: Factor on the logits.
+            softmax: The layer's softmax.
+
+        Returns:
+            ``[B, H_q, L, D]``.
+        """

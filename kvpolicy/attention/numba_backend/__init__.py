@@ -1,0 +1,1 @@
+"""Attention in Numba, for CPUs and fp32; it needs the extra ``cpu``."""
