@@ -107,13 +107,11 @@ def mark_static_rows(given: HasMarking, layer_idx: int, key: Tensor, value: Tens
     if names:
         dtype = step.cache.layers[layer_idx].shape.dtype
         key, value = key[:, :, 0].to(dtype), value[:, :, 0].to(dtype)
-        tracks, places, seq_len, live = step.new_numbers(layer_idx, names)
+        written = step.new_numbers(layer_idx, names)
         if step.in_graph:
-            torch.ops.kvpolicy.mark.default(
-                states, key, value, tracks, places, seq_len, live, layer_idx
-            )
+            torch.ops.kvpolicy.mark.default(states, key, value, *written, layer_idx)
         else:
-            _mark(given.marking, states, key, value, tracks, places, seq_len, live, layer_idx)
+            _mark(given.marking, states, key, value, *written, layer_idx)
 
 
 def _taken_input(given: HasMarking) -> Tensor | None:
