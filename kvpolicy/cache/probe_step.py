@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.slab import KVCache, slot_index
-from kvpolicy.cache.sliding_window import seen_in_window
+from kvpolicy.cache.layouts.window import seen_in_window
+from kvpolicy.cache.slab import KVCache
 from kvpolicy.devices import upload
 
 
@@ -32,7 +32,7 @@ class ProbeStep:
     ) -> None:
         """Serve slots; the queries of ``layers`` are of interest."""
         self.cache, self.num_tokens = cache, num_tokens
-        self._slots, self._served = list(slots), slot_index(slots)
+        self._slots = list(slots)
         self._wanted = frozenset(layers)
         self.seq_len: np.ndarray = cache.seq_len[self._slots]
         self.attended: set[int] = set()
@@ -90,13 +90,10 @@ class ProbeStep:
 
     def held(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows that the slots hold in a layer, ``[B, H_kv, T, D]`` each."""
-        layer, num_rows = self.cache.layers[layer_idx], self._num_rows(layer_idx)
-        if layer.bounds is None:
-            rows = (self._served, slice(None), slice(num_rows))
-            return layer.keys[rows], layer.values[rows]
-        found = layer.columns(self._served, self.cache.rows[layer_idx, self._slots], num_rows)
+        layer = self.cache.layers[layer_idx]
+        columns, store = layer.layout.columns(layer, self._slots), layer.store
         keys, values = (
-            layer.gathered(slab, self._served, *found) for slab in (layer.keys, layer.values)
+            store.decode(list(map(columns.read, side))) for side in (store.keys, store.values)
         )
         return keys, values
 
@@ -104,19 +101,14 @@ class ProbeStep:
         """What each query sees of the rows held, then of its own, bool ``[B, 1 or H_kv, L, N]``."""
         layer = self.cache.layers[layer_idx]
         device, window = layer.shape.device, layer.shape.sliding_window
-        num_rows = self._num_rows(layer_idx)
-        rows = self.cache.rows[layer_idx, self._slots]
-        if layer.bounds is None:
-            is_held = upload(np.arange(num_rows) < rows[:, None], device)[:, None]
-        else:
-            _, is_held = layer.columns(self._served, rows, num_rows)
-        old = is_held[:, :, None].expand(-1, -1, self._length, -1)
+        columns = layer.layout.columns(layer, self._slots)
+        old = columns.present[:, :, None].expand(-1, -1, self._length, -1)
         query = self._num_done + np.arange(self._length)[:, None]  # among its own tokens
         own = np.arange(self._num_done + self._length)
         seen = own <= query
         if window is not None:
             seen = seen & (own > query - window)
-            positions = layer.positions[self._served, :, :num_rows]
+            positions = columns.read(layer.positions)
             old = old & seen_in_window(positions, self.position_ids, window)
         new = upload(seen, device).expand(*old.shape[:3], -1)
         return torch.cat([old, new], dim=3)
@@ -125,7 +117,5 @@ class ProbeStep:
         """Count the tokens of the forward, after all layers have stored them."""
         self._num_done += self._length
 
-    def _num_rows(self, layer_idx: int) -> int:
-        if self.cache.layers[layer_idx].bounds is None:
-            return int(self.cache.rows[layer_idx, self._slots].max())
-        return int(self.cache.fullest(layer_idx, self._slots).max())
+    def discard(self) -> None:
+        """Forget the forward: its places are free for the next."""

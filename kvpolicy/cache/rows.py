@@ -1,9 +1,6 @@
-"""The rows of a compaction: the part of the cache that hooks read and that `keep` changes.
+"""The rows of a compaction: the part of the cache that hooks read and that `keep` changes."""
 
-Where the rows of prompts stay, a compaction has those behind them: no hook sees the others.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -11,16 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.attention.base import Compact
-from kvpolicy.attention.choose import backend_for
 from kvpolicy.attention.softmax import observed_weights
-from kvpolicy.cache.slab import KVCache, slot_index
+from kvpolicy.cache.slab import KVCache
 from kvpolicy.devices import upload
 from kvpolicy.errors import ModelError
-
-# Makes the kept rows of a slab the first of their entries. Those behind them receive a number, if
-# one is given.
-_Move = Callable[[Tensor, int | None], None]
 
 
 class HeldRows(Protocol):
@@ -79,13 +70,14 @@ class LayerRows:
     Each entry of the batch axis is a slot in a layer. All of them hold the same number of rows, so
     the tensors have no padding; layers are of one stack. Nothing here waits for the device.
 
-    If the rows of prompts stay, these are the rows behind them, ``T`` of each entry. They begin at
-    another row of the slab for each prompt: then what is read is a copy.
+    Which rows these are is the business of the layers' layout: all that a slot holds, or those
+    behind a prompt that stays. If heads hold different numbers of rows, all entries hold equally
+    many in the mean over their heads, and in their fullest head, ``T``: then tensors are copies,
+    aligned on the right, and 0 in columns that a head has no row for.
 
     Attributes:
         layers: Decoder layer of each entry, ``[B]``.
-        num_rows: Rows that each entry holds, ``T``, without those of a prompt that stays.
-        num_before: Rows before them, ``[B]``: those of a prompt that stays, or 0.
+        num_rows: Rows of each entry that hooks see, ``T``.
         seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
         probe_queries: Queries of tokens that might follow, ``[B, H_q, P, D]``; ``None``: no policy
             has asked for any.
@@ -102,30 +94,18 @@ class LayerRows:
         self.layers = [layers] * len(self._slots) if isinstance(layers, int) else list(layers)
         self._layer = cache.layers[self.layers[0]]
         self._stack = self._layer.stack
-        self.num_before: np.ndarray = cache.prompt_rows[self.layers, self._slots]
-        self.num_rows = int(cache.rows[self.layers[0], self._slots[0]] - self.num_before[0])
+        self._layout = self._layer.layout
+        self._span = self._layout.rows(self._layer, self.layers, self._slots)
+        self.num_rows = self._span.num_rows
         self._seq_len = cache.seq_len[self._slots]
         self.probe_queries: Tensor | None = None
         self.kept: Tensor | None = None
         self.is_finite: Tensor | None = None
         self.budget: int | None = None
-        pairs = zip(self.layers, self._slots, strict=True)
-        places = slot_index([cache.layers[layer].first + slot for layer, slot in pairs])
-        device = self._stack.shape.device
         seq_len = torch.from_numpy(self._seq_len)
         # From pinned memory policies can copy it to the GPU without a wait.
-        self.seq_len = seq_len.pin_memory() if device.type == "cuda" else seq_len
-        self._places: Tensor  # of the entries in the stack, [B]
-        self._view: slice | None = None  # the same, if they are in equal steps
-        if isinstance(places, slice):
-            self._view = places
-            self._places = torch.arange(places.start, places.stop, places.step, device=device)
-        else:
-            self._places = upload(np.array(places), device)
-        # Of the first of these rows in the slabs: of all entries, or of each, [B].
-        self._start: int | Tensor = int(self.num_before[0])
-        if (self.num_before != self._start).any():
-            self._start = upload(self.num_before, device)
+        on_gpu = self._stack.shape.device.type == "cuda"
+        self.seq_len = seq_len.pin_memory() if on_gpu else seq_len
 
     @property
     def prompts(self) -> list[range]:
@@ -133,23 +113,25 @@ class LayerRows:
 
         Nothing before them is in sight.
         """
-        ends = self._cache.prompt_len[self._slots].tolist()
-        return [range(end - num, end) for end, num in zip(ends, self.num_before, strict=True)]
+        cache = self._cache
+        ends = cache.prompt_len[self._slots].tolist()
+        before = cache.prompt_rows[self.layers, self._slots].tolist()
+        return [range(end - num, end) for end, num in zip(ends, before, strict=True)]
 
     @property
     def keys(self) -> Tensor:
         """Keys after RoPE, ``[B, H_kv, T, D]``."""
-        return self._held(self._stack.keys)
+        return self._stored(self._stack.store.keys)
 
     @property
     def values(self) -> Tensor:
         """Values, ``[B, H_kv, T, D]``."""
-        return self._held(self._stack.values)
+        return self._stored(self._stack.store.values)
 
     @property
     def positions(self) -> Tensor:
-        """Position of each row's token in its sequence, ``[B, H_kv, T]``, int64."""
-        return self._held(self._stack.positions)
+        """Position of each row's token in its sequence, ``[B, H_kv, T]``, int64; -1: no row."""
+        return self._span.read(self._stack.positions)
 
     @property
     def num_new(self) -> Tensor:
@@ -157,9 +139,8 @@ class LayerRows:
 
         Before the first: all of them, or those behind a prompt that stays.
         """
-        cache = self._cache
-        before = cache.compacted_at[self.layers, self._slots]
-        staying = cache.prompt_len[self._slots] * cache.keeps_prompt[self.layers]
+        before = self._cache.compacted_at[self.layers, self._slots]
+        staying = self._layout.num_staying(self._slots)
         return self.seq_len - torch.from_numpy(np.maximum(before, staying))
 
     @property
@@ -169,16 +150,14 @@ class LayerRows:
 
     def track(self, name: str) -> Tensor:
         """One track of these rows, ``[B, H_kv, T]``, fp32."""
-        return self._held(self._stack.tracks[name])
+        return self._span.read(self._stack.tracks[name])
 
     def set_track(self, name: str, values: Tensor) -> None:
         """Assign new numbers to one track of these rows, ``[B, H_kv, T]``."""
-        self._write(self._stack.tracks[name], 0, self._track_numbers(name, values))
-
-    def _track_numbers(self, name: str, values: Tensor) -> Tensor:
-        """Numbers for a track, checked."""
-        size = [len(self._slots), self._stack.positions.shape[1], self.num_rows]
-        return checked_numbers(f"track '{name}' was given", values, size, self._stack.tracks[name])
+        track = self._stack.tracks[name]
+        size = [len(self._slots), track.shape[1], self.num_rows]
+        numbers = checked_numbers(f"track '{name}' was given", values, size, track)
+        self._span.write(track, numbers)
 
     @property
     def sliding_window(self) -> int | None:
@@ -188,16 +167,14 @@ class LayerRows:
     @property
     def out_of_sight(self) -> Tensor | None:
         """Rows that no later query can see, bool ``[B, H_kv, T]``; ``None`` without a window."""
-        if self.sliding_window is None:
+        if not self._layout.drops_unseen:
             return None
-        positions = self.positions
-        oldest = upload(self._seq_len - self.sliding_window, positions.device)
-        return positions <= oldest[:, None, None]
+        return self._layout.out_of_sight(self._stack.shape, self.positions, self._seq_len)
 
     @property
     def absent(self) -> Tensor | None:
         """Columns that a head has no row for, bool ``[B, H_kv, T]``; ``None``: there are none."""
-        return None
+        return self._span.absent
 
     @property
     def queries(self) -> Tensor:
@@ -214,7 +191,7 @@ class LayerRows:
         num = min(size, int(self._seq_len.min()))
         order = (self._seq_len[:, None] - num + np.arange(num)) % size  # [B, W]
         index = upload(order, window.device)[:, None, :, None]
-        queries = self._entries(window)
+        queries = self._span.entries.of(window)
         return queries.gather(2, index.expand(-1, queries.shape[1], -1, queries.shape[3]))
 
     @property
@@ -230,19 +207,7 @@ class LayerRows:
             softmax=self._layer.softmax,
             sliding_window=self.sliding_window,
         )
-        if not self.num_before.any():
-            return weights_of(self.keys, self.positions)
-        num = int(self.num_before.max()) + self.num_rows
-        stack = self._stack
-        keys, positions = (self._entries(one[:, :, :num]) for one in (stack.keys, stack.positions))
-        # What is behind the rows of an entry is seen by no query.
-        unseen = torch.iinfo(positions.dtype).max
-        weights = weights_of(keys, positions.masked_fill(positions < 0, unseen))
-        start = self._start
-        if isinstance(start, int):
-            return weights[..., start:]
-        rows = start[:, None] + torch.arange(self.num_rows, device=start.device)
-        return weights.gather(3, rows[:, None, None].expand(*weights.shape[:3], -1))
+        return self._span.observed(self._stack, weights_of)
 
     def keep(
         self, keep: Tensor, *, keys: Tensor | None = None, values: Tensor | None = None
@@ -250,45 +215,35 @@ class LayerRows:
         """Evict all rows but the chosen ones from these slots, in place.
 
         Args:
-            keep: Rows that stay, ``[B, H_kv, K]``, int64, rising.
-            keys: Replaces their keys, ``[B, H_kv, K, D]``.
-            values: Replaces their values, ``[B, H_kv, K, D]``.
+            keep: Rows that stay, ``[B, H_kv, K]``, int64, rising; where heads share the budget also
+                bool ``[B, H_kv, T]``.
+            keys: Replaces their keys, in the columns of ``keep``: ``[B, H_kv, K or T, D]``.
+            values: Replaces their values, likewise.
 
         Raises:
             ValueError: Replacements have another shape or device, or are no floating point
                 numbers.
         """
-        stack = self._stack
-        keys, values = self._replacements(keep, keys, values)
-        # An index that is wrong, which may be known only later, must not reach other slots.
-        within = keep.clamp(0, self.num_rows - 1)
-        compact = backend_for(keep.device, stack.keys.dtype).compact
-        move = self._by_copy(within) if compact is None else self._in_place(within, compact)
-        for slab, replacement in ((stack.keys, keys), (stack.values, values)):
-            if replacement is None:
-                move(slab, None)
-            else:
-                self._store(slab, replacement)
-        move(stack.positions, -1)
-        for track in stack.tracks.values():
-            move(track, 0)
-        counts = self.layers, self._slots
-        self._cache.rows[counts] = self.num_before + keep.shape[2]
-        self._cache.compacted_at[counts] = self._cache.seq_len[self._slots]
+        cache = self._cache
+        new_keys, new_values = self._replacements(keep, keys, values)
+        kept = self._span.keep(self._stack, keep, new_keys, new_values, self.budget)
+        where = self.layers, self._slots
+        cache.rows[where] = cache.prompt_rows[where] + kept.num_rows
+        cache.compacted_at[where] = self._seq_len
+        self._note_copy(kept.copied_bytes)
         self.kept = keep
 
     def _replacements(
         self, keep: Tensor, keys: Tensor | None, values: Tensor | None
     ) -> list[Tensor | None]:
-        """Replacements of keys and values as the slabs store them, checked."""
+        """Replacements of keys and values in the model's precision, checked."""
         found: list[Tensor | None] = []
-        for name, slab, given in (
-            ("keys", self._stack.keys, keys),
-            ("values", self._stack.values, values),
-        ):
+        shape = self._stack.shape
+        like = torch.empty(0, dtype=shape.dtype, device=shape.device)
+        for name, given in (("keys", keys), ("values", values)):
             if given is not None:
-                size = [*keep.shape, slab.shape[3]]
-                given = checked_numbers(f"rows.keep() was given {name}", given, size, slab)
+                size = [*keep.shape, shape.head_dim]
+                given = checked_numbers(f"rows.keep() was given {name}", given, size, like)
                 finite = given.isfinite()
                 if keep.dtype == torch.bool:  # in the other columns there may be anything
                     finite = finite | ~keep[..., None]
@@ -319,77 +274,9 @@ class LayerRows:
         (layer_idx,) = set(self.layers)  # rows are evicted layer by layer where a policy does it
         return self._cache.rotate(layer_idx, keys, by)
 
-    def _held(self, tensor: Tensor) -> Tensor:
-        """These rows of a slab."""
-        start = self._start
-        if isinstance(start, int):
-            return self._entries(tensor[:, :, start : start + self.num_rows])
-        return self._taken(tensor, self._rows_from(0, self.num_rows))
-
-    def _entries(self, tensor: Tensor) -> Tensor:
-        """These entries of a tensor of the stack; a view if they are in equal steps."""
-        return tensor.index_select(0, self._places) if self._view is None else tensor[self._view]
-
-    def _in_place(self, keep: Tensor, compact: Compact) -> _Move:
-        """Moves rows within their slab."""
-        num_kept = keep.new_full(keep.shape[:2], keep.shape[2])
-        num_rows = torch.full_like(num_kept, self.num_rows)
-        start: Tensor | None = None
-        if self.num_before.any():
-            start = torch.zeros_like(self._places) + self._start
-
-        def move(slab: Tensor, empty: int | None) -> None:
-            compact(slab, keep, self._places, num_kept, num_rows, empty or 0, start=start)
-
-        return move
-
-    def _by_copy(self, keep: Tensor) -> _Move:
-        """Moves rows by way of a copy."""
-        index = self._row_index(keep)
-
-        def move(slab: Tensor, empty: int | None) -> None:
-            self._store(slab, self._taken(slab, index), empty)
-
-        return move
-
-    def _taken(self, slab: Tensor, index: Tensor) -> Tensor:
-        """Rows of a slab by their places, see `_row_index`, a copy."""
-        # Copies a row at a time, several times as fast as `gather`, which copies numbers.
-        rows = slab.flatten(0, 2).index_select(0, index.flatten())
-        return rows.reshape(*index.shape, *slab.shape[3:])
-
-    def _row_index(self, keep: Tensor) -> Tensor:
-        """Places of rows among those of all entries and heads of a slab, ``[B, H_kv, K]``."""
-        num_heads, capacity = self._stack.positions.shape[1:]
-        heads = torch.arange(num_heads, device=keep.device)
-        first = (self._places[:, None] * num_heads + heads) * capacity
-        start = self._start if isinstance(self._start, int) else self._start[:, None]
-        return keep + (first + start)[..., None]
-
-    def _rows_from(self, start: int, end: int) -> Tensor:
-        """Places of some of these rows, see `_row_index`."""
-        return self._row_index(torch.arange(start, end, device=self._places.device))
-
-    def _store(self, tensor: Tensor, rows: Tensor, empty: int | None = None) -> None:
-        self._write(tensor, 0, rows)
-        if empty is not None:
-            self._write(tensor, rows.shape[2], empty)
-        self._note_copy(rows.nbytes)
-
-    def _write(self, tensor: Tensor, start: int, rows: Tensor | int) -> None:
-        """Write some of these rows of a slab, those from ``start`` on."""
-        end = self.num_rows if isinstance(rows, int) else start + rows.shape[2]
-        if isinstance(self._start, int):
-            entries = self._places if self._view is None else self._view
-            tensor[entries, :, self._start + start : self._start + end] = rows
-            return
-        index = self._rows_from(start, end).flatten()
-        if isinstance(rows, int):
-            tensor.flatten(0, 2).index_fill_(0, index, rows)
-        else:
-            size = (len(self._slots), tensor.shape[1], end - start, *tensor.shape[3:])
-            whole = rows.to(tensor.dtype).expand(size)
-            tensor.flatten(0, 2).index_copy_(0, index, whole.flatten(0, 2))
+    def _stored(self, slabs: Sequence[Tensor]) -> Tensor:
+        """These rows, keys or values, as they are read."""
+        return self._stack.store.decode([self._span.read(slab) for slab in slabs])
 
     def _note_copy(self, num_bytes: int) -> None:
         self._cache.note_copy(num_bytes)

@@ -319,6 +319,20 @@ class ModelAdapter:
         if isinstance(step, StaticStep):
             logits, given.states = self._run_static(twin, step, given)
             return logits, given.states
+        try:
+            output = self._run_eagerly(twin, step, given)
+        except BaseException:
+            step.discard()
+            raise
+        step.commit()
+        if given.wants_logits:
+            given.logits = output.logits
+        return output.logits[:, -1], given.states
+
+    def _run_eagerly(
+        self, twin: PreTrainedModel, step: StepLayout | ProbeStep, given: ForwardInput
+    ) -> Any:
+        """What the model gives for the new tokens of a step, whose rows it has stored."""
         cache, device = StepCache(step, given), self.device
         positions = torch.from_numpy(step.position_ids).to(device)
         by_length = serving(step.totals.tolist()) if self.rotates_by_length else nullcontext()
@@ -336,10 +350,7 @@ class ModelAdapter:
         if getattr(output, "logits", None) is None or output.logits.dim() != 3:
             msg = f"model {type(self.model).__name__} cannot be run: it gives no logits of tokens"
             raise ModelError(msg)
-        step.commit()
-        if given.wants_logits:
-            given.logits = output.logits
-        return output.logits[:, -1], given.states
+        return output
 
     def _run(
         self,

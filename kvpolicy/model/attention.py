@@ -44,11 +44,11 @@ def attend(
     Returns:
         Attention output, ``[B, H_q, L, D]``.
     """
-    layer, layout = step.cache.layers[layer_idx], step.layers[layer_idx]
+    layer, opened = step.cache.layers[layer_idx], step.layers[layer_idx]
     step.attended.add(layer_idx)
     layer.softmax = softmax
     if layer.window is not None:
-        step.remember_queries(layer, _as_policies_read(queries, scaling))
+        opened.remember(_as_policies_read(queries, scaling))
     accumulated = {
         name: keys.new_zeros(keys.shape[:3], dtype=torch.float32) for name in layer.accumulators
     }
@@ -56,17 +56,14 @@ def attend(
         queries,
         keys,
         values,
-        layout.mask,
+        opened.mask,
         scaling=scaling,
         softmax=softmax,
         accumulated=accumulated,
         is_real=torch.from_numpy(step.is_real).to(keys.device) if step.has_pads else None,
     )
     for name, received in accumulated.items():
-        if layout.kept is not None:
-            index = layout.kept[:, None].expand(-1, received.shape[1], -1)
-            received = received.gather(2, index)
-        layout.add(layer.tracks[name], step.served, received)
+        opened.receive(name, received)
     return output
 
 

@@ -20,7 +20,6 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from kvpolicy.cache.ragged_rows import layer_rows
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.errors import ModelError
@@ -46,7 +45,7 @@ class SingleProcess:
 
     def layer_rows(self, cache: KVCache, layers: Sequence[int], slots: Sequence[int]) -> LayerRows:
         """The rows of some slots, each in a layer, in all heads of the model."""
-        return layer_rows(cache, layers, slots)
+        return LayerRows(cache, layers, slots)
 
     def all_gather(self, part: Tensor) -> Tensor:
         """All heads of a tensor, of which ``part`` has those of this process."""
@@ -83,7 +82,7 @@ class TensorParallelGroup(SingleProcess):
     def layer_rows(self, cache: KVCache, layers: Sequence[int], slots: Sequence[int]) -> LayerRows:
         """The rows of some slots, each in a layer, in all heads of the model."""
         if self.num_shards == 1:
-            return layer_rows(cache, layers, slots)
+            return LayerRows(cache, layers, slots)
         return GatheredRows(self, cache, layers, slots)
 
     def all_gather(self, part: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class CacheMachine(RuleBasedStateMachine):
             step.store(layer_idx, content, -content)
             if slab.window_size:
                 queries = content[:, :1, :, :].repeat(1, HEADS, 1, 1)
-                step.remember_queries(self.cache.layers[layer_idx], queries)
+                step.layers[layer_idx].remember(queries)
         step.commit()
         for b, new in enumerate(tokens):
             for token in new:

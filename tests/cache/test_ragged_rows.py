@@ -14,7 +14,7 @@ from strategies import seeds
 from torch import Tensor
 
 from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.ragged_rows import RaggedRows, layer_rows
+from kvpolicy.cache.layouts.ragged import Ragged
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 
@@ -101,12 +101,14 @@ class Sequences:
                 assert stored == sum(counts)
 
 
-def masks(draw: st.DrawFn, rows: RaggedRows) -> Tensor:
+def masks(draw: st.DrawFn, rows: LayerRows) -> Tensor:
     """Any valid mask: at least one row of each head, and no more than the budget of all."""
-    num, heads, num_rows = rows.present.shape
+    assert rows.absent is not None
+    present = ~rows.absent
+    num, heads, num_rows = present.shape
     mask = torch.zeros(num, heads, num_rows, dtype=torch.bool)
     for b in range(num):
-        mine = [rows.present[b, head].nonzero()[:, 0].tolist() for head in range(heads)]
+        mine = [present[b, head].nonzero()[:, 0].tolist() for head in range(heads)]
         chosen = {(head, draw(st.sampled_from(columns))) for head, columns in enumerate(mine)}
         others = [(head, row) for head, columns in enumerate(mine) for row in columns]
         order = draw(st.permutations(others))
@@ -150,8 +152,7 @@ def test_rows_in_segments_are_those_of_lists(data: st.DataObject) -> None:
             sequences.store(chosen, [draw(st.integers(1, most)) for most in room])
         elif action == "compact":
             layer, slot = draw(st.sampled_from(full))
-            rows = layer_rows(cache, [layer], [slot])
-            assert isinstance(rows, RaggedRows)
+            rows = LayerRows(cache, [layer], [slot])
             rows.budget = BUDGET
             mask = masks(draw, rows)
             before = rows.positions[0].clone()
@@ -178,7 +179,7 @@ def test_rows_in_segments_are_those_of_lists(data: st.DataObject) -> None:
         else:
             slot = draw(st.sampled_from(held))
             if cache.rows[0, slot]:
-                rows = layer_rows(cache, 0, [slot])
+                rows = LayerRows(cache, 0, [slot])
                 rows.set_track("mark", rows.positions.float() + 1)
                 assert torch.equal(rows.track("mark"), rows.positions.float() + 1)
         sequences.check()
@@ -190,7 +191,7 @@ def filled(heads: int, counts: Any, seed: int) -> KVCache:
     for slot in (0, 1):
         sequences.admit(slot)
     sequences.store([0, 1], [CAPACITY] * 2)
-    rows = layer_rows(cache, 0, [0, 1])
+    rows = LayerRows(cache, 0, [0, 1])
     rows.budget = BUDGET
     rng = torch.Generator().manual_seed(seed)
     mask = torch.zeros(2, heads, CAPACITY, dtype=torch.bool)
@@ -210,8 +211,8 @@ def test_numbers_that_are_still_on_their_way_follow_their_slot(
         sequences.admit(0)
         sequences.store([0], [CAPACITY])
         with monkeypatch.context() as patch:
-            patch.setattr(cache, "_read_leads", lambda: None)
-            rows = layer_rows(cache, 0, [0])
+            patch.setattr(Ragged, "_read_leads", lambda self: None)
+            rows = LayerRows(cache, 0, [0])
             rows.budget = BUDGET
             mask = torch.ones(1, 2, CAPACITY, dtype=torch.bool)
             mask[0, 1, 1:] = False
@@ -249,7 +250,7 @@ def test_a_larger_slab_has_the_rows_of_the_smaller_one(seed: int, by: int) -> No
 
 @given(seeds)
 def test_rows_are_aligned_on_the_right(seed: int) -> None:
-    rows = layer_rows(filled(3, (1, 7, 3), seed), 0, [0, 1])
+    rows = LayerRows(filled(3, (1, 7, 3), seed), 0, [0, 1])
     assert rows.num_rows == 7
     assert rows.absent is not None
     assert (~rows.absent).sum(dim=2).tolist() == [[1, 7, 3]] * 2
@@ -266,7 +267,7 @@ def test_rows_are_aligned_on_the_right(seed: int) -> None:
 def test_a_mask_that_does_not_fit_reaches_no_other_slot(wrong: str, seed: int) -> None:
     cache = filled(3, (2, 7, 3), seed)
     other = [tensor[1].clone() for tensor in cache.layers[0].tensors]
-    rows = layer_rows(cache, 0, [0])
+    rows = LayerRows(cache, 0, [0])
     rows.budget = BUDGET - 1
     mask = torch.ones(1, 3, 7, dtype=torch.bool)
     if wrong != "too many":
@@ -284,7 +285,7 @@ def test_a_mask_that_does_not_fit_reaches_no_other_slot(wrong: str, seed: int) -
 @given(seeds, st.booleans())
 def test_replaced_keys_go_where_their_rows_are(seed: int, by_mask: bool) -> None:
     cache = filled(2, (3, 5), seed)
-    rows = layer_rows(cache, 0, [0, 1])
+    rows = LayerRows(cache, 0, [0, 1])
     rows.budget = BUDGET
     positions = rows.positions
     if by_mask:
@@ -295,7 +296,7 @@ def test_replaced_keys_go_where_their_rows_are(seed: int, by_mask: bool) -> None
         keep = torch.tensor([[[3, 4], [1, 4]]] * 2)
         new = positions.gather(2, keep)[..., None].expand(-1, -1, -1, DIM).float() * 10
     rows.keep(keep, keys=new)
-    after = layer_rows(cache, 0, [0, 1])
+    after = LayerRows(cache, 0, [0, 1])
     present = after.positions >= 0
     assert torch.equal(after.keys[present][:, 0], after.positions[present].float() * 10)
     assert (after.values[present] <= 0).all()  # those of the rows
@@ -307,9 +308,9 @@ def test_weights_of_rows_that_a_head_has_not_are_zero() -> None:
     step = StepLayout(cache, [0], [CAPACITY])
     new = torch.randn(1, 2, CAPACITY, DIM, generator=torch.Generator().manual_seed(0))
     step.store(0, new, new)
-    step.remember_queries(cache.layers[0], new.repeat_interleave(2, dim=1))
+    step.layers[0].remember(new.repeat_interleave(2, dim=1))
     step.commit()
-    rows = layer_rows(cache, 0, [0])
+    rows = LayerRows(cache, 0, [0])
     rows.budget = BUDGET
     mask = torch.ones(1, 2, CAPACITY, dtype=torch.bool)
     mask[0, 0, :-1] = False
@@ -325,5 +326,5 @@ def test_other_layers_have_no_table() -> None:
     own, shared = (KVCache([shape], [Slab(9, ragged=one)], 3) for one in (False, True))
     assert own.layers[0].bounds is None
     assert shared.num_bytes == own.num_bytes + 3 * (2 + 1) * 8
-    assert type(layer_rows(own, 0, [0])) is LayerRows
+    assert LayerRows(own, 0, [0]).absent is None
     assert np.array_equal(shared.fullest(0, [0, 1]), [0, 0])

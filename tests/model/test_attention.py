@@ -51,6 +51,7 @@ def attended(
         for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
     )
     output = attention.attend(step, 0, queries, *step.store(0, keys, values), 0.4, softmax)
+    step.commit()
     return queries, output, cache, tracks
 
 

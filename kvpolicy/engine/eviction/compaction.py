@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.ragged_rows import layer_rows
+from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache
-from kvpolicy.cache.sliding_window import drop_oldest, num_expired
 from kvpolicy.engine.eviction.eviction import DueSlot, Eviction, MakeRows
 from kvpolicy.engine.eviction.marker import Marker
 from kvpolicy.engine.eviction.observer import Observer
@@ -40,7 +39,7 @@ class Compactor:
         prober: Prober,
         timings: PolicyTimings,
         errors: ErrorScope,
-        make_rows: MakeRows = layer_rows,
+        make_rows: MakeRows = LayerRows,
         bound: abc.Sequence[Bound] | None = None,
     ) -> None:
         self.num_compactions = 0
@@ -58,8 +57,6 @@ class Compactor:
             if layer.budget is not None and stack.implements("due")
         ]
         self._budgets = np.array([layer.budget or np.inf for layer in layers])[:, None]
-        windows = [layer.shape.sliding_window for layer in cache.layers]
-        self._has_window = np.array([window is not None for window in windows])[:, None]
 
     @property
     def asks_due(self) -> bool:
@@ -87,9 +84,8 @@ class Compactor:
             return
         for index in np.flatnonzero(due.any(axis=0)).tolist():
             self.note_peak(sequences[index])
-        windowed = np.argwhere(due & self._has_window).tolist()
-        if windowed:
-            self._drop_expired([(layer_idx, slots[index]) for layer_idx, index in windowed])
+        places = [(layer_idx, slots[index]) for layer_idx, index in np.argwhere(due).tolist()]
+        cache.drop_unseen(places, self._make_rows)
         due &= cache.num_candidates(slots) > over_budget
         for index in np.flatnonzero(due.any(axis=0)).tolist():
             self._observer.flush(sequences[index])
@@ -154,11 +150,3 @@ class Compactor:
             answer = answers[key]
             if answer is not None:
                 due[layer_idx] |= answer.numpy() & (seq_len >= prompt_len)
-
-    def _drop_expired(self, places: list[tuple[int, int]]) -> None:
-        """Drop the rows of a slot in a layer, for several, that have left the sliding window."""
-        of_each = [self._make_rows(self._cache, [layer_idx], [slot]) for layer_idx, slot in places]
-        for (layer_idx, slot), num_behind in zip(places, num_expired(of_each), strict=True):
-            num = num_behind + self._cache.num_hidden_prompt_rows(layer_idx, slot)
-            if num:
-                drop_oldest(self._cache, layer_idx, [slot], num)

@@ -18,7 +18,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.ragged_rows import layer_rows
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.eviction.choice import final_scores
@@ -77,7 +76,7 @@ class Eviction:
         cache: KVCache,
         timings: PolicyTimings,
         errors: ErrorScope,
-        make_rows: MakeRows = layer_rows,
+        make_rows: MakeRows = LayerRows,
         bound: abc.Sequence[Bound] | None = None,
     ) -> None:
         """Bind what all compactions of a run share.
@@ -150,9 +149,9 @@ class Eviction:
 
     def _most_rows(self, due: DueSlot) -> int:
         """Rows of the fullest KV head."""
-        if not self._cache.layers[due.layer_idx].slab.ragged:
-            return self._num_rows(due)
-        return int(self._cache.fullest(due.layer_idx, [due.slot])[0])
+        place = due.layer_idx, due.slot
+        most = int(self._cache.fullest(due.layer_idx, [due.slot])[0])
+        return most - int(self._cache.prompt_rows[place])
 
     def _calls(self, group: list[DueSlot]) -> abc.Iterator[list[DueSlot]]:
         """Divide a group between layers, so that no call is too large."""

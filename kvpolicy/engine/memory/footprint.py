@@ -7,7 +7,7 @@ import attrs
 import torch
 from transformers import PreTrainedModel
 
-from kvpolicy.cache.slab import KVCache, LayerShape, Slab, SlabStack
+from kvpolicy.cache.slab import KVCache, LayerCache, LayerShape, Slab
 from kvpolicy.engine.eviction.marker import Marker
 from kvpolicy.engine.eviction.observer import Observer
 from kvpolicy.engine.memory.heads import check_heads
@@ -249,9 +249,9 @@ def _probe_bytes(stacks: Sequence[Stack], shapes: Sequence[LayerShape]) -> int:
     return max(stack.probe_size * (of_rows + of_queries[stack]) for stack in stacks)
 
 
-def _slot(shape: LayerShape, slab: Slab) -> SlabStack:
+def _slot(shape: LayerShape, slab: Slab) -> LayerCache:
     """One slot of a layer."""
-    return SlabStack(attrs.evolve(shape, device=_META), slab, num_layers=1, num_slots=1)
+    return KVCache([attrs.evolve(shape, device=_META)], [slab], num_slots=1).layers[0]
 
 
 def _shared_bytes(plan: ResolvedPlan, adapter: ModelAdapter) -> int:

@@ -1,7 +1,6 @@
 """The evaluation of `kvpolicy.lab.tasks.attention`: two engines in step, and what they compare."""
 
 from collections import abc, defaultdict, deque
-from itertools import pairwise
 from statistics import fmean
 from typing import ClassVar
 
@@ -237,7 +236,7 @@ class _HeldRows:
 
     def _note_layer(self, index: int, layer: LayerCache, slot: int, newest: int) -> None:
         gone_at = _padded(self.gone_at[index], newest + 1)
-        for head, positions in enumerate(_positions_by_head(layer, slot)):
+        for head, positions in enumerate(layer.segments(slot, layer.positions)):
             absent = torch.ones(newest + 1, dtype=torch.bool, device=positions.device)
             absent[positions[positions >= 0]] = False
             gone_at[head, absent & (gone_at[head] == _NEVER)] = newest
@@ -248,12 +247,3 @@ def _padded(gone_at: Tensor, num_tokens: int) -> Tensor:
     """The same for more tokens, ``[H_kv, num_tokens]``; the new ones are held."""
     more = num_tokens - gone_at.shape[1]
     return F.pad(gone_at, (0, more), value=_NEVER)
-
-
-def _positions_by_head(layer: LayerCache, slot: int) -> list[Tensor]:
-    """Positions in the places of each KV head of a slot, -1 where a place is free."""
-    if layer.bounds is None:
-        return list(layer.positions[slot])
-    bounds = layer.bounds[slot].tolist()
-    pool = layer.positions[slot].flatten()
-    return [pool[begin:end] for begin, end in pairwise(bounds)]

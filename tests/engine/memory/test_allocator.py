@@ -8,9 +8,9 @@ from tiny import tiny_model
 
 from kvpolicy import Engine, Plan
 from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.layouts.window import drop_oldest
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab
-from kvpolicy.cache.sliding_window import drop_oldest
 
 SHAPE = LayerShape(8, 4, 32, torch.float32, torch.device("cpu"))
 
@@ -42,15 +42,21 @@ def test_sliding_window_reports_its_temporary_copy(length, num_tracks):
     shape = attrs.evolve(SHAPE, sliding_window=320)
     cache = KVCache([shape], [Slab(320, tracks=tuple(map(str, range(num_tracks))))], 4)
     cache.rows[:] = cache.seq_len[:] = 320
-    new = torch.zeros(4, SHAPE.num_kv_heads, length, SHAPE.head_dim)
-    peak = peak_allocated(lambda: StepLayout(cache, range(4), [length] * 4).store(0, new, new))
+
+    def forward() -> None:
+        new = torch.zeros(2, 4, SHAPE.num_kv_heads, length, SHAPE.head_dim)
+        step = StepLayout(cache, range(4), [length] * 4)
+        step.store(0, *new)
+        step.commit()
+
+    peak = peak_allocated(forward)
     assert cache.transient_bytes <= peak <= 1.5 * cache.transient_bytes
 
 
 def test_drop_oldest_in_scattered_slots_reports_its_temporary_copy():
     cache = KVCache([SHAPE], [Slab(320)], 4)
     cache.rows[:] = 320
-    peak = peak_allocated(lambda: drop_oldest(cache, 0, [0, 2, 3], 1))
+    peak = peak_allocated(lambda: drop_oldest(cache.counts, cache.layers[0], [0, 2, 3], 1))
     assert cache.transient_bytes <= peak <= 1.05 * cache.transient_bytes
 
 

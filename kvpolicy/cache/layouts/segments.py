@@ -54,17 +54,6 @@ def places_of(bounds: Tensor, capacity: int, numbers: Tensor) -> tuple[Tensor, T
     return torch.maximum(places, first), has
 
 
-def counts_of(bounds: Tensor, capacity: int, rows: Tensor | int) -> Tensor:
-    """Rows that each head holds, ``[B, H_kv]``.
-
-    Args:
-        bounds: ``[B, H_kv + 1]``.
-        capacity: Rows that a head has room for in the mean.
-        rows: Rows that a head holds in the mean, ``[B, 1]`` or a number.
-    """
-    return bounds.diff(dim=1) - capacity + rows
-
-
 def stretched(pool: Tensor, bounds: Tensor, wider: Tensor, by: int) -> None:
     """Copy pools to larger ones, in which every head has so many more free rows.
 

@@ -1,0 +1,94 @@
+"""What one slot holds, as tensors of its own: the rows that are held, and no slab."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Self
+
+import attrs
+import torch
+from torch import Tensor
+
+
+class Contents(ABC):
+    """What a slot holds in one layer."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """All tensors."""
+
+    @abstractmethod
+    def to(self, device: torch.device) -> Self:
+        """The same on a device."""
+
+
+@attrs.frozen(eq=False)
+class LayerContents(Contents):
+    """What a slot holds in one layer that has rows.
+
+    Where heads hold different numbers of rows, ``T`` is that of the fullest head, and columns that
+    a head has no row for come first, with position -1 and 0 elsewhere.
+
+    Attributes:
+        keys: Keys after RoPE, ``[H_kv, T, D]``, in the model's precision.
+        values: Values, ``[H_kv, T, D]``.
+        positions: Position of each row's token, ``[H_kv, T]``, int64, strictly rising.
+        tracks: Per-row numbers by name, ``[H_kv, T]``, fp32.
+        window: The stored queries, ``[H_q, W, D]``, the query at position p at index ``p % W``;
+            fewer if the sequence has seen fewer tokens. ``None`` if no policy reads queries.
+        compacted_at: Tokens that the sequence had seen at the last compaction of this layer.
+        prompt_rows: Rows at the beginning that stay, see `KVCache.prompt_rows`.
+        rows: Rows of a head; in the mean, as `KVCache` counts them, if heads share them.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    tracks: Mapping[str, Tensor]
+    window: Tensor | None
+    compacted_at: int
+    prompt_rows: int
+    rows: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the fullest head, ``T``."""
+        return self.positions.shape[1]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors."""
+        tensors = [self.keys, self.values, self.positions, *self.tracks.values()]
+        return tensors if self.window is None else [*tensors, self.window]
+
+    def to(self, device: torch.device) -> "LayerContents":
+        """The same on a device."""
+        return attrs.evolve(
+            self,
+            keys=self.keys.to(device),
+            values=self.values.to(device),
+            positions=self.positions.to(device),
+            tracks={name: track.to(device) for name, track in self.tracks.items()},
+            window=None if self.window is None else self.window.to(device),
+        )
+
+
+@attrs.frozen(eq=False)
+class SlotContents:
+    """What a slot holds in all layers.
+
+    Attributes:
+        layers: The layers, in order.
+        seq_len: Tokens that the sequence has seen.
+        prompt_len: Tokens whose rows stay in layers that keep prompts.
+    """
+
+    layers: tuple[LayerContents, ...]
+    seq_len: int
+    prompt_len: int
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors of all layers."""
+        return chain.from_iterable(layer.tensors for layer in self.layers)

@@ -1,0 +1,1 @@
+"""Layouts: how a layer holds what it remembers of each slot, one file each."""

@@ -1,0 +1,743 @@
+"""The interface of a layout: how a layer of a cache holds what it remembers of each slot.
+
+A layout is an object for some layers of a cache that are alike in kind. It says which rows of the
+slabs a head holds, what hooks see of them, how many are free and where the next one goes, what an
+eager forward attends to, and what is moved with a slot. Which layout a layer gets is decided in one
+place, `kvpolicy.cache.layouts.compose`. Nothing else names one.
+
+The order of calls for a layer with rows: `Layout.room` before a forward; `RowLayout.open` in it,
+see `OpenRows`; `Layout.count` when its rows are facts; `RowLayout.rows` at a compaction, see
+`Span`. Layers that hold no rows, but a state of fixed size, implement `Layout` only.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpolicy.attention.accumulators import ACCUMULATORS
+from kvpolicy.attention.softmax import PLAIN
+from kvpolicy.cache.contents import Contents, LayerContents
+from kvpolicy.cache.layouts.tokens import NewTokens
+from kvpolicy.cache.shape import LayerShape, Slab
+from kvpolicy.cache.stack import SlabStack, Stack, slot_index
+from kvpolicy.cache.store import RowStore
+from kvpolicy.devices import upload
+
+#: Tokens that a slot takes where nothing is ever due.
+PLENTY = sys.maxsize
+
+
+class Counts:
+    """What the host knows of the slots of a cache; attributes as in `KVCache`.
+
+    The arrays are changed in place, never replaced: a cache and its layouts share them.
+    """
+
+    def __init__(self, num_layers: int, num_slots: int) -> None:
+        self.rows = np.zeros((num_layers, num_slots), dtype=np.int64)
+        self.prompt_rows = np.zeros_like(self.rows)
+        self.compacted_at = np.zeros_like(self.rows)
+        self.num_pads = np.zeros_like(self.rows)
+        self.seq_len = np.zeros(num_slots, dtype=np.int64)
+        self.prompt_len = np.zeros(num_slots, dtype=np.int64)
+        self.capacity = np.zeros(num_layers, dtype=np.int64)
+        self.transient_bytes = 0
+
+    @property
+    def per_slot(self) -> list[np.ndarray]:
+        """The numbers of each slot; the last axis is the slot."""
+        of_layers = [self.rows, self.prompt_rows, self.compacted_at, self.num_pads]
+        return [*of_layers, self.seq_len, self.prompt_len]
+
+    def drop_first(
+        self, layer_idx: int, slots: Sequence[int] | np.ndarray, num: int | np.ndarray
+    ) -> None:
+        """Count the first rows of some slots of a layer, ``[B]``, as gone."""
+        self.rows[layer_idx, slots] -= num
+        prompt_rows = self.prompt_rows[layer_idx, slots] - num
+        self.prompt_rows[layer_idx, slots] = np.maximum(prompt_rows, 0)
+
+    def note_copy(self, num_bytes: int) -> None:
+        """Note the size of a temporary copy."""
+        self.transient_bytes = max(self.transient_bytes, num_bytes)
+
+
+class Layer:
+    """One layer of a cache.
+
+    Attributes:
+        index: Its number, counted from 0.
+        stack: What this layer and others of its kind hold.
+        first: Place of its first slot in the stack.
+        shape: Its shape.
+        slab: What it stores for a slot.
+        softmax: The softmax that the layer used in its last forward.
+        tensors: Everything that belongs to this layer; the first axis is always the slot.
+        slides: Whether its oldest row leaves when a token comes to a full slab, so that it takes
+            any number of tokens without a compaction.
+    """
+
+    def __init__(self, index: int, stack: Stack, place: int) -> None:
+        """The layer at a place of a stack."""
+        self.index, self.stack, self.first = index, stack, place * stack.num_slots
+        self.shape, self.slab = stack.shape, stack.slab
+        self.softmax = PLAIN
+        self.slides = False
+        self.slots = slice(self.first, self.first + stack.num_slots)
+        self.tensors = [tensor[self.slots] for tensor in stack.tensors]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for this layer."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class Layout(ABC):
+    """How some layers of a cache hold what they remember of each slot, with rows or without.
+
+    Attributes:
+        layers: Their numbers.
+        own: The same as an index into the numbers of all layers.
+        numbers: What the layout itself knows of the slots; the last axis is the slot.
+    """
+
+    layers: list[int]
+    own: slice | list[int]
+
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
+        self.numbers: list[np.ndarray] = []
+
+    def attach(self, layers: Sequence[Any]) -> None:
+        """Take its layers, in order, as they are now: they may have grown."""
+        self.layers = [layer.index for layer in layers]
+        self.own = slot_index(self.layers)
+
+    # Memory
+
+    def fit(self, shape: LayerShape, slab: Slab) -> Slab:
+        """What a layer stores for a slot, given what is wanted of it."""
+        del shape
+        return slab
+
+    @abstractmethod
+    def new_stack(self, shape: LayerShape, slab: Slab, num_layers: int, num_slots: int) -> Stack:
+        """Allocate memory for layers of a shape."""
+
+    @abstractmethod
+    def new_layer(self, index: int, stack: Stack, place: int) -> Layer:
+        """The layer at a place of a stack that `new_stack` has made."""
+
+    def widen(self, old: Layer, new: Layer) -> None:
+        """Copy all that a layer holds to a larger one."""
+        raise NotImplementedError
+
+    # Counts
+
+    @abstractmethod
+    def room(self, slots: Sequence[int]) -> np.ndarray:
+        """Tokens that these slots take in these layers before one is due, ``[n, B]``."""
+
+    @abstractmethod
+    def full(self, slots: Sequence[int]) -> np.ndarray:
+        """Which of these slots cannot take another token, bool ``[n, B]``."""
+
+    def count(self, slots: np.ndarray, num_new: int | np.ndarray, num_left: np.ndarray) -> None:
+        """Follow new tokens of some slots, which are not in `Counts.seq_len` yet.
+
+        Args:
+            slots: The slots, ``[B]``.
+            num_new: Their new tokens.
+            num_left: Rows that have left for them, ``[layers, B]``, of all layers of the cache.
+        """
+        del slots, num_new, num_left
+
+    # What happens to a slot
+
+    @abstractmethod
+    def copy(self, layer: Layer, slot: int, newest: int | None, without: int) -> Contents:
+        """A copy of what a slot holds.
+
+        Args:
+            layer: The layer.
+            slot: The slot.
+            newest: How many of its newest rows to copy; ``None``: all. See `copy_slot`.
+            without: How many of its newest tokens to leave out.
+        """
+
+    @abstractmethod
+    def fill(self, layer: Layer, slot: int, contents: Contents) -> None:
+        """Have an empty slot hold a copy of some contents."""
+
+    def clear(self, slot: int) -> None:
+        """Forget a slot, whose memory and counts are empty again."""
+        for array in self.numbers:
+            array[..., slot] = 0
+
+    def move(self, source: int, target: int) -> None:
+        """Follow a sequence to another slot."""
+        for array in self.numbers:
+            array[..., target] = array[..., source]
+
+    def swap(self, first: int, second: int) -> None:
+        """Follow two sequences that are exchanged."""
+        for array in self.numbers:
+            array[..., [first, second]] = array[..., [second, first]]
+
+    def take(self, source: "Layout", slots: Sequence[int]) -> None:
+        """Take over what another cache, or this one, knows of its slots."""
+        for array, other in zip(self.numbers, source.numbers, strict=True):
+            array[...] = other[..., list(slots)]
+
+
+class RowLayout(Layout):
+    """How layers hold rows, of which slots have ``capacity`` in each head."""
+
+    # Whether rows may leave without a compaction because no later query sees them.
+    drops_unseen = False
+    store: type[RowStore] = RowStore
+
+    _firsts: dict[int, int]  # place in its stack of the first slot of each layer
+
+    def attach(self, layers: Sequence["LayerCache"]) -> None:
+        """Take its layers as they are now."""
+        super().attach(layers)
+        self._firsts = {layer.index: layer.first for layer in layers}
+
+    def entries(
+        self, layer: "LayerCache", layers: Sequence[int], slots: Sequence[int]
+    ) -> "Entries":
+        """Slots, each in a layer of the stack of ``layer``, as entries of a batch."""
+        firsts = self._firsts
+        places = [firsts[one] + slot for one, slot in zip(layers, slots, strict=True)]
+        return Entries(slot_index(places), layer.shape.device)
+
+    def new_stack(self, shape: LayerShape, slab: Slab, num_layers: int, num_slots: int) -> Stack:
+        """Allocate slabs."""
+        return SlabStack(
+            shape, slab, num_layers, num_slots, self.store, self.empty_tables(shape, slab)
+        )
+
+    def new_layer(self, index: int, stack: Stack, place: int) -> "LayerCache":
+        """The slabs of a layer."""
+        assert isinstance(stack, SlabStack)
+        return LayerCache(index, stack, place, self)
+
+    def empty_tables(self, shape: LayerShape, slab: Slab) -> dict[str, Tensor]:
+        """Tensors by name that each slot has beside its rows, as they are in an empty slot."""
+        del shape, slab
+        return {}
+
+    def slides(self, layer: "LayerCache") -> bool:
+        """Whether the oldest row leaves a full slab when a token comes."""
+        del layer
+        return False
+
+    def widen(self, old: Layer, new: Layer) -> None:
+        """Copy the rows of a layer to larger slabs."""
+        assert isinstance(old, LayerCache)
+        assert isinstance(new, LayerCache)
+        if new.window is not None and old.window is not None:
+            new.window[:, :, : old.window.shape[2]] = old.window
+        self.widen_rows(old, new)
+
+    def widen_rows(self, old: "LayerCache", new: "LayerCache") -> None:
+        """Copy rows to larger slabs; tables are those of an empty slot yet."""
+        for before, after in zip(old.slabs, new.slabs, strict=True):
+            after[:, :, : before.shape[2]] = before
+
+    # Counts
+
+    def room(self, slots: Sequence[int]) -> np.ndarray:
+        """Tokens that these slots take in these layers before one is due, ``[n, B]``."""
+        counts, own = self.counts, self.own
+        limit = counts.capacity[own][:, None] - counts.num_pads[own][:, slots]
+        free: np.ndarray = limit - counts.rows[own][:, slots]
+        return free
+
+    def full(self, slots: Sequence[int]) -> np.ndarray:
+        """Which of these slots cannot take another token, bool ``[n, B]``."""
+        return self.room(slots) <= 0
+
+    def fullest(self, layer_idx: int, slots: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Rows of the fullest KV head of some slots in a layer, ``[B]``."""
+        most: np.ndarray = self.counts.rows[layer_idx, np.asarray(slots)]
+        return most
+
+    def num_staying(self, slots: Sequence[int]) -> np.ndarray:
+        """Tokens at the beginning of these slots whose rows no compaction chooses from, ``[B]``."""
+        return np.zeros(len(slots), dtype=np.int64)
+
+    # Rows
+
+    @abstractmethod
+    def all_rows(self, layer: "LayerCache", layers: Sequence[int], slots: Sequence[int]) -> "Span":
+        """The rows that some slots hold, each in a layer of one stack, equally many of each."""
+
+    def rows(self, layer: "LayerCache", layers: Sequence[int], slots: Sequence[int]) -> "Span":
+        """Those of `all_rows` that hooks see, and that a compaction chooses from."""
+        return self.all_rows(layer, layers, slots)
+
+    def out_of_sight(
+        self, shape: LayerShape, positions: Tensor, seq_len: np.ndarray
+    ) -> Tensor | None:
+        """Which rows at some positions no later query sees, bool; ``None``: there is none.
+
+        Args:
+            shape: The shape of the layer.
+            positions: ``[B, H_kv, T]``.
+            seq_len: Tokens seen by the sequences, ``[B]``.
+        """
+        del shape, positions, seq_len
+        return None
+
+    def drop_unseen(self, layer: "LayerCache", slot: int, num_hidden: int) -> None:
+        """Drop the first rows of a slot that no later query sees.
+
+        Args:
+            layer: The layer.
+            slot: The slot.
+            num_hidden: Of the rows that hooks see, how many are out of sight in all heads.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def open(self, layer: "LayerCache", tokens: NewTokens) -> "OpenRows":
+        """Begin a forward."""
+
+    @abstractmethod
+    def columns(self, layer: "LayerCache", slots: Sequence[int]) -> "Columns":
+        """The rows of slots that may hold different numbers of them."""
+
+    @abstractmethod
+    def newest(self, layer: "LayerCache", slab: Tensor, slot: int, rows: int, num: int) -> Tensor:
+        """See `LayerCache.newest`."""
+
+    @abstractmethod
+    def put_newest(
+        self, layer: "LayerCache", slab: Tensor, slot: int, rows: int, new: Tensor
+    ) -> None:
+        """See `LayerCache.put_newest`."""
+
+    @abstractmethod
+    def segments(self, layer: "LayerCache", slab: Tensor, slot: int) -> list[Tensor]:
+        """See `LayerCache.segments`."""
+
+    @abstractmethod
+    def place(self, layer: "LayerCache", slot: int, held: LayerContents) -> "Span":
+        """Give an empty slot places for all rows of some contents."""
+
+    def copy(self, layer: Layer, slot: int, newest: int | None, without: int) -> LayerContents:
+        """A copy of the rows of a slot."""
+        assert isinstance(layer, LayerCache)
+        counts, place = self.counts, (layer.index, slot)
+        num_rows = int(counts.rows[place]) - without
+        whole = self.all_rows(layer, [layer.index], [slot])
+        end = whole.num_rows - without
+
+        def copied(slab: Tensor, in_stack: Tensor, *, all_of_it: bool = False) -> Tensor:
+            if newest is None or all_of_it:
+                return whole.read(in_stack)[0, :, :end].clone()
+            return self.newest(layer, slab, slot, num_rows, newest).clone()
+
+        def decoded(slabs: Sequence[Tensor], in_stack: Sequence[Tensor]) -> Tensor:
+            return layer.store.decode(list(map(copied, slabs, in_stack)))
+
+        stack = layer.stack
+        seq_len = int(counts.seq_len[slot]) - without
+        return LayerContents(
+            decoded(layer.store.keys, stack.store.keys),
+            decoded(layer.store.values, stack.store.values),
+            copied(layer.positions, stack.positions),
+            {
+                # Those of older rows have changed, too.
+                name: copied(track, stack.tracks[name], all_of_it=name in layer.accumulators)
+                for name, track in layer.tracks.items()
+            },
+            None if layer.window is None else layer.window[slot, :, :seq_len].clone(),
+            int(counts.compacted_at[place]),
+            min(int(counts.prompt_rows[place]), num_rows),
+            num_rows,
+        )
+
+    def fill(self, layer: Layer, slot: int, contents: Contents) -> None:
+        """Have an empty slot hold a copy of some rows."""
+        assert isinstance(layer, LayerCache)
+        assert isinstance(contents, LayerContents)
+        place, counts, stack = (layer.index, slot), self.counts, layer.stack
+        counts.rows[place] = contents.rows
+        counts.compacted_at[place] = contents.compacted_at
+        counts.prompt_rows[place] = contents.prompt_rows
+        span = self.place(layer, slot, contents)
+        for slabs, rows in (
+            (stack.store.keys, layer.store.encode(contents.keys)),
+            (stack.store.values, layer.store.encode(contents.values)),
+            ([stack.positions], [contents.positions]),
+            (stack.tracks.values(), [contents.tracks[name] for name in stack.tracks]),
+        ):
+            for slab, one in zip(slabs, rows, strict=True):
+                span.write(slab, one[None])
+        if layer.window is not None:
+            assert contents.window is not None
+            layer.window[slot, :, : contents.window.shape[1]] = contents.window
+
+
+class Around(RowLayout):
+    """A layout around another one, which it changes in some respect: the base of such layouts."""
+
+    def __init__(self, inner: RowLayout) -> None:
+        super().__init__(inner.counts)
+        self.inner = inner
+        self.drops_unseen, self.store = inner.drops_unseen, inner.store
+
+    def attach(self, layers: Sequence["LayerCache"]) -> None:
+        """Take its layers as they are now."""
+        super().attach(layers)
+        self.inner.attach(layers)
+
+    def fit(self, shape: LayerShape, slab: Slab) -> Slab:
+        """What a layer stores for a slot."""
+        return self.inner.fit(shape, slab)
+
+    def widen_rows(self, old: "LayerCache", new: "LayerCache") -> None:
+        """Copy rows to larger slabs."""
+        self.inner.widen_rows(old, new)
+
+    def empty_tables(self, shape: LayerShape, slab: Slab) -> dict[str, Tensor]:
+        """Tensors that each slot has beside its rows."""
+        return self.inner.empty_tables(shape, slab)
+
+    def slides(self, layer: "LayerCache") -> bool:
+        """Whether the oldest row leaves a full slab when a token comes."""
+        return self.inner.slides(layer)
+
+    def room(self, slots: Sequence[int]) -> np.ndarray:
+        """Tokens that these slots take, ``[n, B]``."""
+        return self.inner.room(slots)
+
+    def full(self, slots: Sequence[int]) -> np.ndarray:
+        """Which of these slots cannot take another token, bool ``[n, B]``."""
+        return self.inner.full(slots)
+
+    def fullest(self, layer_idx: int, slots: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Rows of the fullest KV head, ``[B]``."""
+        return self.inner.fullest(layer_idx, slots)
+
+    def count(self, slots: np.ndarray, num_new: int | np.ndarray, num_left: np.ndarray) -> None:
+        """Follow new tokens."""
+        self.inner.count(slots, num_new, num_left)
+
+    def clear(self, slot: int) -> None:
+        """Forget a slot."""
+        self.inner.clear(slot)
+
+    def move(self, source: int, target: int) -> None:
+        """Follow a sequence to another slot."""
+        self.inner.move(source, target)
+
+    def swap(self, first: int, second: int) -> None:
+        """Follow two sequences that are exchanged."""
+        self.inner.swap(first, second)
+
+    def take(self, source: Layout, slots: Sequence[int]) -> None:
+        """Take over what another cache knows of its slots."""
+        assert isinstance(source, Around)
+        self.inner.take(source.inner, slots)
+
+    def all_rows(self, layer: "LayerCache", layers: Sequence[int], slots: Sequence[int]) -> "Span":
+        """The rows that some slots hold."""
+        return self.inner.all_rows(layer, layers, slots)
+
+    def out_of_sight(
+        self, shape: LayerShape, positions: Tensor, seq_len: np.ndarray
+    ) -> Tensor | None:
+        """Which rows no later query sees."""
+        return self.inner.out_of_sight(shape, positions, seq_len)
+
+    def drop_unseen(self, layer: "LayerCache", slot: int, num_hidden: int) -> None:
+        """Drop the first rows that no later query sees."""
+        self.inner.drop_unseen(layer, slot, num_hidden)
+
+    def open(self, layer: "LayerCache", tokens: NewTokens) -> "OpenRows":
+        """Begin a forward."""
+        return self.inner.open(layer, tokens)
+
+    def columns(self, layer: "LayerCache", slots: Sequence[int]) -> "Columns":
+        """The rows of slots that may hold different numbers of them."""
+        return self.inner.columns(layer, slots)
+
+    def newest(self, layer: "LayerCache", slab: Tensor, slot: int, rows: int, num: int) -> Tensor:
+        """The newest rows of a slot."""
+        return self.inner.newest(layer, slab, slot, rows, num)
+
+    def put_newest(
+        self, layer: "LayerCache", slab: Tensor, slot: int, rows: int, new: Tensor
+    ) -> None:
+        """Write the newest rows of a slot."""
+        self.inner.put_newest(layer, slab, slot, rows, new)
+
+    def segments(self, layer: "LayerCache", slab: Tensor, slot: int) -> list[Tensor]:
+        """The places of each head."""
+        return self.inner.segments(layer, slab, slot)
+
+    def place(self, layer: "LayerCache", slot: int, held: LayerContents) -> "Span":
+        """Places for all rows of some contents."""
+        return self.inner.place(layer, slot, held)
+
+
+class LayerCache(Layer):
+    """The slabs of one layer, which are views of those of its stack.
+
+    Attributes:
+        layout: How slots hold their rows in it.
+        store: Keys and values of its rows.
+        positions: Position of each row's token in its sequence, ``[S, H_kv, capacity]``.
+        tracks: Per-row numbers by name, ``[S, H_kv, capacity]``.
+        accumulators: Names of the tracks that attention updates.
+        window: The last queries after RoPE, ``[S, H_q, W, D]``, or ``None``; see `SlabStack`.
+        bounds: Where a slot's rows are divided among its heads, the bounds of their segments,
+            ``[S, H_kv + 1]``; ``None``: every head has a slab. For kernels that read slabs.
+    """
+
+    stack: SlabStack
+
+    def __init__(self, index: int, stack: SlabStack, place: int, layout: RowLayout) -> None:
+        """The layer at a place of a stack."""
+        super().__init__(index, stack, place)
+        self.layout = layout
+        self.store = stack.store.of_slots(self.slots)
+        self.positions = stack.positions[self.slots]
+        self.tracks = {name: track[self.slots] for name, track in stack.tracks.items()}
+        self.accumulators = [name for name in ACCUMULATORS if name in self.tracks]
+        self.window = None if stack.window is None else stack.window[self.slots]
+        bounds = stack.tables.get("bounds")
+        self.bounds = None if bounds is None else bounds[self.slots]
+        self.slides = layout.slides(self)
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys after RoPE, ``[S, H_kv, capacity, D]``."""
+        return self.store.decode(self.store.keys)
+
+    @property
+    def values(self) -> Tensor:
+        """Values, ``[S, H_kv, capacity, D]``."""
+        return self.store.decode(self.store.values)
+
+    @property
+    def slabs(self) -> list[Tensor]:
+        """What has a place for every row, as it is stored; the first axis is always the slot."""
+        return [*self.store.tensors, self.positions, *self.tracks.values()]
+
+    def newest(self, slab: Tensor, slot: int, num_rows: int, num: int) -> Tensor:
+        """The newest rows of a slot in one of `slabs`, ``[H_kv, num, ...]``.
+
+        All of them have come since the last compaction, so every head has them.
+
+        Args:
+            slab: The slab.
+            slot: The slot.
+            num_rows: Rows that a head holds, see `KVCache`.
+            num: How many to give.
+        """
+        return self.layout.newest(self, slab, slot, num_rows, num)
+
+    def put_newest(self, slab: Tensor, slot: int, num_rows: int, new: Tensor) -> None:
+        """Write the newest rows of a slot, ``[H_kv, num, ...]``; see `newest`."""
+        self.layout.put_newest(self, slab, slot, num_rows, new)
+
+    def held(self, slot: int, num_rows: int, slab: Tensor) -> list[Tensor]:
+        """The rows of each KV head of a slot in one of `slabs`, without the free ones.
+
+        Args:
+            slot: The slot.
+            num_rows: Rows that a head holds in the mean, see `KVCache`.
+            slab: The slab.
+        """
+        num_free = self.slab.capacity - num_rows
+        return [one[: len(one) - num_free] for one in self.segments(slot, slab)]
+
+    def segments(self, slot: int, slab: Tensor) -> list[Tensor]:
+        """The places of each KV head of a slot in one of `slabs`: its rows, then free ones."""
+        return self.layout.segments(self, slab, slot)
+
+
+class Entries:
+    """Slots, each in a layer, as entries of a batch.
+
+    Attributes:
+        places: Their places in the stack, ``[B]``.
+        index: The same as an index; a slice if they are in equal steps, so that it gives views.
+    """
+
+    def __init__(self, places: slice | list[int], device: torch.device) -> None:
+        self.index: slice | Tensor
+        if isinstance(places, slice):
+            self.index = places
+            self.places = torch.arange(places.start, places.stop, places.step, device=device)
+        else:
+            self.index = self.places = upload(np.array(places), device)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These entries of a tensor of the stack."""
+        if isinstance(self.index, slice):
+            return tensor[self.index]
+        return tensor.index_select(0, self.index)
+
+
+@attrs.frozen(eq=False)
+class Columns:
+    """The rows of slots, ``B`` of them that may hold different numbers, in ``T`` columns.
+
+    Attributes:
+        read: Gives the rows of a slab of the layer, ``[B, H_kv, T, ...]``.
+        present: Columns that have a row, bool ``[B, 1 or H_kv, T]``.
+    """
+
+    read: Callable[[Tensor], Tensor]
+    present: Tensor
+
+
+class Span(ABC):
+    """Where some rows of some entries lie, ``T`` of each: what a compaction reads and moves.
+
+    Attributes:
+        entries: The entries of the batch axis.
+        num_rows: ``T``; in columns, if heads hold different numbers of rows.
+    """
+
+    entries: Entries
+    num_rows: int
+
+    @property
+    def absent(self) -> Tensor | None:
+        """Columns that a head has no row for, bool ``[B, H_kv, T]``; ``None``: there are none."""
+        return None
+
+    @abstractmethod
+    def read(self, slab: Tensor) -> Tensor:
+        """These rows of a slab of the stack, ``[B, H_kv, T, ...]``; 0 where a row is absent."""
+
+    @abstractmethod
+    def write(self, slab: Tensor, rows: Tensor) -> None:
+        """Replace these rows of a slab of the stack."""
+
+    @abstractmethod
+    def keep(
+        self,
+        stack: SlabStack,
+        keep: Tensor,
+        keys: Tensor | None,
+        values: Tensor | None,
+        budget: int | None,
+    ) -> "Kept":
+        """Evict all rows but the chosen ones, in place.
+
+        Args:
+            stack: The slabs.
+            keep: Rows that stay, int64 ``[B, H_kv, K]``, rising, or bool ``[B, H_kv, T]``.
+            keys: Replaces their keys, in the columns of ``keep``; ``None``: they stay.
+            values: Replaces their values, likewise.
+            budget: Rows that may stay.
+        """
+
+    def observed(self, stack: SlabStack, weights_of: Callable[..., Tensor]) -> Tensor:
+        """Attention weights of these rows, ``[B, H_q, W, T]``.
+
+        Args:
+            stack: The slabs.
+            weights_of: Gives the weights of keys ``[B, H_kv, N, D]`` at positions
+                ``[B, H_kv, N]``, and takes ``present``, bool likewise: those that there are.
+        """
+        keys, _ = read_rows(self, stack)
+        return weights_of(keys, self.read(stack.positions))
+
+
+@attrs.frozen(eq=False)
+class Kept:
+    """What `Span.keep` has done.
+
+    Attributes:
+        num_rows: Rows that each entry holds now, as `Counts` counts them.
+        copied_bytes: The largest temporary copy.
+    """
+
+    num_rows: int | np.ndarray
+    copied_bytes: int
+
+
+def read_rows(span: Span, stack: SlabStack) -> tuple[Tensor, Tensor]:
+    """Keys and values of a span, ``[B, H_kv, T, D]``."""
+    keys, values = (
+        stack.store.decode([span.read(one) for one in side])
+        for side in (stack.store.keys, stack.store.values)
+    )
+    return keys, values
+
+
+class OpenRows(ABC):
+    """A layer with rows during one eager forward.
+
+    What is done to it is provisional: its new rows are in free places that nobody counts, or beside
+    the slab, and all else waits for `commit`. A forward that fails is ended by `discard`; one that
+    is ended by neither has changed nothing that a count reaches.
+
+    Attributes:
+        mask: Rows each query may see of those that `store` returned, bool
+            ``[B, 1 or H_kv, L, T]``; ``None``: all.
+    """
+
+    mask: Tensor | None
+
+    def __init__(self, layer: LayerCache, tokens: NewTokens) -> None:
+        self.layer, self.tokens = layer, tokens
+        self._at_commit: list[Callable[[], None]] = []
+
+    @abstractmethod
+    def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new rows, ``[B, H_kv, L, D]``; return all to attend to, ``[B, H_kv, T, D]``."""
+
+    @abstractmethod
+    def receive(self, name: str, received: Tensor) -> None:
+        """Note what rows have received, ``[B, H_kv, T]``, for the accumulator of that name."""
+
+    @abstractmethod
+    def mark(self, name: str, numbers: Tensor) -> None:
+        """Note numbers of the new rows, ``[N, H_kv]``, for a track of that name."""
+
+    def remember(self, queries: Tensor) -> None:
+        """Note queries, ``[B, H_q, L, D]``, if the layer has a ring for the newest."""
+        ring = self.layer.window
+        if ring is not None:
+            sequences, columns, slots, places = self.tokens.newest(ring.shape[2], ring.device)
+            newest = queries[sequences, :, columns]
+            self._at_commit.append(partial(_put_queries, ring, slots, places, newest))
+
+    def commit(self) -> None:
+        """Make what has been noted part of the slots; the cache counts the rows."""
+        waiting, self._at_commit = self._at_commit, []
+        for change in waiting:
+            change()
+
+    def discard(self) -> None:
+        """Forget the new rows."""
+        self._at_commit = []
+
+
+def _put_queries(ring: Tensor, slots: Tensor, places: Tensor, newest: Tensor) -> None:
+    ring[slots, :, places] = newest
+
+
+def add_to(track: Tensor, index: tuple[slice | list[int], ...], received: Tensor) -> None:
+    """Add what rows have received to an accumulator, at an index of its track."""
+    track[index] += received

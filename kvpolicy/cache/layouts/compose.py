@@ -1,0 +1,49 @@
+"""The one place where layouts are named: what a layer and a plan want becomes a layout.
+
+A layout that no layer needs is not imported.
+"""
+
+from collections.abc import Sequence
+
+from kvpolicy.cache.layouts.base import Counts, Layout, RowLayout
+from kvpolicy.cache.layouts.even import Even
+from kvpolicy.cache.shape import LayerShape, Slab
+
+
+def layouts_of(shapes: Sequence[LayerShape], slabs: Sequence[Slab], counts: Counts) -> list[Layout]:
+    """The layout of each layer; layers of one kind share theirs.
+
+    Args:
+        shapes: Shape of each layer.
+        slabs: What each of them is to store for a slot.
+        counts: What the host will know of the slots.
+    """
+    kinds = [_kind(*pair) for pair in zip(shapes, slabs, strict=True)]
+    made: dict[object, Layout] = {kind: _made(*kind, counts) for kind in dict.fromkeys(kinds)}
+    return [made[kind] for kind in kinds]
+
+
+def _kind(shape: LayerShape, slab: Slab) -> tuple[bool, bool, bool]:
+    """Whether heads share rows, whether there is a window, and whether prompts stay."""
+    return slab.ragged, shape.sliding_window is not None, slab.room is not None
+
+
+def _made(ragged: bool, windowed: bool, keeps_prompt: bool, counts: Counts) -> Layout:
+    layout: RowLayout
+    if ragged:
+        from kvpolicy.cache.layouts.ragged import Ragged
+
+        assert not windowed, "a plan refuses it"
+        assert not keeps_prompt, "a plan refuses it"
+        layout = Ragged(counts)
+    elif windowed:
+        from kvpolicy.cache.layouts.window import Window
+
+        layout = Window(counts)
+    else:
+        layout = Even(counts)
+    if keeps_prompt:
+        from kvpolicy.cache.layouts.prompt_kept import PromptKept
+
+        layout = PromptKept(layout)
+    return layout

@@ -1,0 +1,267 @@
+"""Even slabs: every KV head of a slot holds equally many rows, which are the first of its slab."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpolicy.attention.base import Compact
+from kvpolicy.attention.choose import backend_for
+from kvpolicy.cache.contents import LayerContents
+from kvpolicy.cache.layouts.base import (
+    Columns,
+    Entries,
+    Kept,
+    LayerCache,
+    OpenRows,
+    RowLayout,
+    Span,
+    add_to,
+)
+from kvpolicy.cache.layouts.tokens import NewTokens
+from kvpolicy.cache.stack import SlabStack, slot_index
+from kvpolicy.devices import upload
+
+# Makes the kept rows of a slab the first of their entries. Those behind them receive a number, if
+# one is given. Returns the bytes of the copy that it has made.
+_Move = Callable[[Tensor, int | None], int]
+
+
+class Even(RowLayout):
+    """Slabs ``[S, H_kv, capacity]`` whose first rows hold tokens, in order of position."""
+
+    def all_rows(self, layer: LayerCache, layers: Sequence[int], slots: Sequence[int]) -> Span:
+        """The first rows of the slabs."""
+        num_rows = int(self.counts.rows[layers[0], slots[0]])
+        return EvenSpan(self.entries(layer, layers, slots), num_rows)
+
+    def open(self, layer: LayerCache, tokens: NewTokens) -> OpenRows:
+        """Begin a forward."""
+        return OpenEven(layer, tokens, self.counts.rows[layer.index, tokens.slots])
+
+    def columns(self, layer: LayerCache, slots: Sequence[int]) -> Columns:
+        """The first rows of the slabs, a view if slots are in equal steps."""
+        rows = self.counts.rows[layer.index, list(slots)]
+        num_rows = int(rows.max())
+        held = (slot_index(slots), slice(None), slice(num_rows))
+        present = upload(np.arange(num_rows) < rows[:, None], layer.shape.device)[:, None]
+        return Columns(lambda slab: slab[held], present)
+
+    def newest(self, layer: LayerCache, slab: Tensor, slot: int, rows: int, num: int) -> Tensor:
+        """The last rows of a slot."""
+        return slab[slot, :, rows - num : rows]
+
+    def put_newest(
+        self, layer: LayerCache, slab: Tensor, slot: int, rows: int, new: Tensor
+    ) -> None:
+        """Write the last rows of a slot."""
+        slab[slot, :, rows - new.shape[1] : rows] = new
+
+    def segments(self, layer: LayerCache, slab: Tensor, slot: int) -> list[Tensor]:
+        """The slab of each head."""
+        return list(slab[slot])
+
+    def place(self, layer: LayerCache, slot: int, held: LayerContents) -> Span:
+        """The first rows of the slot."""
+        return EvenSpan(self.entries(layer, [layer.index], [slot]), held.num_rows)
+
+
+class EvenSpan(Span):
+    """Equally many rows of each entry and head, from one row of the slabs on."""
+
+    def __init__(self, entries: Entries, num_rows: int, first: int = 0) -> None:
+        """Take entries, and the rows of each."""
+        self.entries, self.num_rows, self.first = entries, num_rows, first
+
+    def read(self, slab: Tensor) -> Tensor:
+        """These rows; a view if the entries are in equal steps."""
+        return self.entries.of(slab[:, :, self.first : self.first + self.num_rows])
+
+    def write(self, slab: Tensor, rows: Tensor) -> None:
+        """Replace these rows."""
+        self.put(slab, 0, rows)
+
+    def keep(
+        self,
+        stack: SlabStack,
+        keep: Tensor,
+        keys: Tensor | None,
+        values: Tensor | None,
+        budget: int | None,
+    ) -> Kept:
+        """Make the chosen rows the first of these, in place; ``keep`` is ``[B, H_kv, K]``."""
+        # An index that is wrong, which may be known only later, must not reach other slots.
+        within = keep.clamp(0, self.num_rows - 1)
+        compact = backend_for(keep.device, stack.shape.dtype).compact
+        move = self._by_copy(within) if compact is None else self._in_place(within, compact)
+        store, most = stack.store, 0
+        for slabs, replacement in ((store.keys, keys), (store.values, values)):
+            if replacement is None:
+                most = max(most, *(move(slab, None) for slab in slabs))
+            else:
+                for slab, rows in zip(slabs, store.encode(replacement), strict=True):
+                    self.put(slab, 0, rows)
+                    most = max(most, rows.nbytes)
+        most = max(most, move(stack.positions, -1))
+        for track in stack.tracks.values():
+            most = max(most, move(track, 0))
+        return Kept(keep.shape[2], most)
+
+    def put(self, slab: Tensor, start: int, rows: Tensor | int) -> None:
+        """Write some of these rows of a slab: those from ``start`` on, or a number to the last."""
+        end = self.num_rows if isinstance(rows, int) else start + rows.shape[2]
+        slab[self.entries.index, :, self.first + start : self.first + end] = rows
+
+    @property
+    def starts(self) -> Tensor | None:
+        """First row of each entry, ``[B]``, for kernels; ``None``: the first of its slab."""
+        return torch.full_like(self.entries.places, self.first) if self.first else None
+
+    def row_index(self, keep: Tensor, slab: Tensor) -> Tensor:
+        """Places of rows among those of all entries and heads of a slab, ``[B, H_kv, K]``."""
+        num_heads, capacity = slab.shape[1:3]
+        heads = torch.arange(num_heads, device=keep.device)
+        first = (self.entries.places[:, None] * num_heads + heads) * capacity
+        return keep + (first + self.first)[..., None]
+
+    def _in_place(self, keep: Tensor, compact: Compact) -> _Move:
+        """Moves rows within their slab."""
+        places, starts = self.entries.places, self.starts
+        num_kept = keep.new_full(keep.shape[:2], keep.shape[2])
+        num_rows = torch.full_like(num_kept, self.num_rows)
+
+        def move(slab: Tensor, empty: int | None) -> int:
+            compact(slab, keep, places, num_kept, num_rows, empty or 0, start=starts)
+            return 0
+
+        return move
+
+    def _by_copy(self, keep: Tensor) -> _Move:
+        """Moves rows by way of a copy."""
+        index: Tensor | None = None
+
+        def move(slab: Tensor, empty: int | None) -> int:
+            nonlocal index
+            if index is None:
+                index = self.row_index(keep, slab)
+            rows = taken(slab, index)
+            self.put(slab, 0, rows)
+            if empty is not None:
+                self.put(slab, rows.shape[2], empty)
+            return rows.nbytes
+
+        return move
+
+
+def taken(slab: Tensor, index: Tensor) -> Tensor:
+    """Rows of a slab by their places, see `EvenSpan.row_index`, a copy."""
+    # Copies a row at a time, several times as fast as `gather`, which copies numbers.
+    rows = slab.flatten(0, 2).index_select(0, index.flatten())
+    return rows.reshape(*index.shape, *slab.shape[3:])
+
+
+@attrs.frozen(eq=False)
+class Where:
+    """Where the new rows of a forward go in layers that hold equally many.
+
+    Attributes:
+        slots: Slot of each new row, ``[N]``.
+        rows: Its row in the slab, ``[N]``.
+        positions: Position of its token in its sequence, ``[N]``.
+        num_rows: Rows to attend to: those of the fullest slot.
+        mask: Rows each query may see, bool ``[B, 1, L, T]``; ``None``: all.
+    """
+
+    slots: Tensor
+    rows: Tensor
+    positions: Tensor
+    num_rows: int
+    mask: Tensor | None
+
+
+def where_rows_go(
+    tokens: NewTokens, before: np.ndarray, device: torch.device, reach: int | None = None
+) -> Where:
+    """Where new rows go behind those that slots hold; computed once for layers that hold the same.
+
+    Args:
+        tokens: The new tokens.
+        before: Rows that the slots hold, ``[B]``.
+        device: The device of the layer.
+        reach: How many rows a query sees, its own included; ``None``: all.
+    """
+    key = (device, before.tobytes(), reach)
+    return tokens.shared(key, lambda: _where(tokens, before, device, reach))
+
+
+def _where(tokens: NewTokens, before: np.ndarray, device: torch.device, reach: int | None) -> Where:
+    after = before + tokens.lengths
+    num_rows = int(after.max())
+    mask = None
+    if tokens.width > 1 or not (after == num_rows).all():
+        # A query sees the old rows and the new ones up to its own; a pad sees the first
+        # row, so that its softmax has something to normalise.
+        newest = np.maximum(before[:, None] + tokens.token, 0)[..., None]  # [B, L, 1]
+        visible = np.arange(num_rows) <= newest
+        if reach is not None:
+            visible &= np.arange(num_rows) > newest - reach
+        mask = torch.from_numpy(visible)[:, None].to(device)
+    ones = tokens.on(device)
+    return Where(ones.slots, tokens.rows(before, device), ones.positions, num_rows, mask)
+
+
+class OpenEven(OpenRows):
+    """New rows in the first free places of the slabs."""
+
+    def __init__(
+        self, layer: LayerCache, tokens: NewTokens, before: np.ndarray, reach: int | None = None
+    ) -> None:
+        """Begin a forward of slots that hold so many rows, ``[B]``; see `where_rows_go`."""
+        super().__init__(layer, tokens)
+        self.where = where_rows_go(tokens, before, layer.shape.device, reach)
+        self.mask = self.where.mask
+
+    def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new rows behind those held; returns views if slots are in equal steps."""
+        layer, where = self.layer, self.where
+        for slab, rows in zip(*self._new(keys, values), strict=True):
+            slab[where.slots, :, where.rows] = rows
+        held = (self.tokens.served, slice(None), slice(where.num_rows))
+        store = layer.store
+        all_keys, all_values = (
+            store.decode([slab[held] for slab in side]) for side in (store.keys, store.values)
+        )
+        return all_keys, all_values
+
+    def _new(self, keys: Tensor, values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The slabs that rows are stored in, and what of the new rows each of them stores."""
+        store, real = self.layer.store, self.tokens.real
+        new = [*store.encode(real(keys)), *store.encode(real(values))]
+        return [*store.tensors, self.layer.positions], [*new, self.where.positions[:, None]]
+
+    def receive(self, name: str, received: Tensor) -> None:
+        """Note what the rows attended to have received."""
+        rows = (self.tokens.served, slice(None), slice(self.where.num_rows))
+        track = self.layer.tracks[name]
+        self._at_commit.append(partial(add_to, track, rows, received))
+
+    def mark(self, name: str, numbers: Tensor) -> None:
+        """Note numbers of the new rows."""
+        where = (self.where.slots, self.where.rows)
+        self._at_commit.append(partial(put_rows, self.layer.tracks[name], where, numbers))
+
+    def discard(self) -> None:
+        """Empty the places of the new rows."""
+        super().discard()
+        where = (self.where.slots, slice(None), self.where.rows)
+        for slab in self.layer.store.tensors:
+            slab[where] = 0
+        self.layer.positions[where] = -1
+
+
+def put_rows(slab: Tensor, where: tuple[Tensor, Tensor], new: Tensor) -> None:
+    """Write rows ``[N, H_kv, ...]`` of a slab, each in a slot and a row of it."""
+    slab[where[0], :, where[1]] = new.to(slab.dtype)

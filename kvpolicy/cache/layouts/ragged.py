@@ -1,0 +1,427 @@
+"""Ragged heads: the KV heads of a layer share its budget, and hold different numbers of rows.
+
+Each head has a segment of the slot's slab, see `kvpolicy.cache.layouts.segments`. Hooks and
+attention see rows in columns that are aligned on the right: the newest row of each head is in the
+last one, and columns that a head has no row for come first. A policy answers which rows stay as a
+mask, and the segments are packed again, side by side.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpolicy.cache.contents import LayerContents
+from kvpolicy.cache.layouts.base import (
+    Columns,
+    Counts,
+    Entries,
+    Kept,
+    LayerCache,
+    Layout,
+    OpenRows,
+    RowLayout,
+    Span,
+    read_rows,
+)
+from kvpolicy.cache.layouts.segments import (
+    even_bounds,
+    packed_bounds,
+    places_of,
+    stretched,
+)
+from kvpolicy.cache.layouts.tokens import NewTokens
+from kvpolicy.cache.shape import LayerShape, Slab
+from kvpolicy.cache.stack import SlabStack, slot_index
+from kvpolicy.devices import Download, upload
+
+
+@attrs.frozen(eq=False)
+class _ComingLead:
+    """`Ragged.lead` of slots ``slots`` in layers ``layers``, -1 for slots that are empty again."""
+
+    layers: np.ndarray
+    slots: np.ndarray
+    leads: Download
+
+
+class Ragged(RowLayout):
+    """Slabs that are pools of ``H_kv * capacity`` rows, in which heads have segments.
+
+    Attributes:
+        lead: Rows that the fullest head of a slot holds more than `Counts.rows` says,
+            ``[layers, S]``. May be negative. `fullest` is up to date on a GPU, too.
+    """
+
+    def __init__(self, counts: Counts) -> None:
+        super().__init__(counts)
+        self.lead = np.zeros_like(counts.rows)
+        self.numbers = [self.lead]
+        self._coming: list[_ComingLead] = []
+
+    def empty_tables(self, shape: LayerShape, slab: Slab) -> dict[str, Tensor]:
+        """The bounds of the segments."""
+        return {"bounds": even_bounds(shape.num_kv_heads, slab.capacity, shape.device)}
+
+    def widen_rows(self, old: LayerCache, new: LayerCache) -> None:
+        """Give every head as many more free rows."""
+        by = new.slab.capacity - old.slab.capacity
+        bounds = bounds_of(old)
+        for before, after in zip(old.slabs, new.slabs, strict=True):
+            stretched(before, bounds, after, by)
+        more = even_bounds(new.shape.num_kv_heads, by, new.shape.device)
+        bounds_of(new).copy_(bounds + more)
+
+    # Counts
+
+    def fullest(self, layer_idx: int, slots: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Rows of the fullest head; waits for the last compaction, if it is not done."""
+        self._read_leads()
+        chosen = np.asarray(slots)
+        most: np.ndarray = self.counts.rows[layer_idx, chosen] + self.lead[layer_idx, chosen]
+        return most
+
+    def note_leads(self, layers: Sequence[int], slots: Sequence[int], leads: Tensor) -> None:
+        """Note `lead` of some slots, each in a layer, ``[B]``, after a compaction."""
+        download = Download(leads)
+        self._coming.append(_ComingLead(np.array(layers), np.array(slots), download))
+        if leads.device.type == "cpu":
+            self._read_leads()
+
+    def _read_leads(self) -> None:
+        for one in self._coming:
+            here = one.slots >= 0
+            self.lead[one.layers[here], one.slots[here]] = one.leads.read()[here]
+        self._coming = []
+
+    def clear(self, slot: int) -> None:
+        """Forget a slot."""
+        for one in self._coming:
+            one.slots[one.slots == slot] = -1
+        super().clear(slot)
+
+    def move(self, source: int, target: int) -> None:
+        """Follow a sequence to another slot."""
+        for one in self._coming:
+            one.slots[one.slots == source] = target
+        super().move(source, target)
+
+    def swap(self, first: int, second: int) -> None:
+        """Follow two sequences that are exchanged."""
+        for one in self._coming:
+            one.slots[:] = np.select(
+                [one.slots == first, one.slots == second], [second, first], one.slots
+            )
+        super().swap(first, second)
+
+    def take(self, source: Layout, slots: Sequence[int]) -> None:
+        """Take over what another cache knows of its slots."""
+        assert isinstance(source, Ragged)
+        source._read_leads()
+        self._coming = []
+        super().take(source, slots)
+
+    # Rows
+
+    def all_rows(self, layer: LayerCache, layers: Sequence[int], slots: Sequence[int]) -> Span:
+        """The rows of slots that hold equally many in the mean, and in their fullest head."""
+        return RaggedSpan(
+            self,
+            layer,
+            self.entries(layer, layers, slots),
+            (layers, slots),
+            int(self.fullest(layers[0], slots[:1])[0]),
+            int(self.counts.rows[layers[0], slots[0]]),
+        )
+
+    def open(self, layer: LayerCache, tokens: NewTokens) -> OpenRows:
+        """Begin a forward."""
+        return OpenRagged(layer, tokens, self)
+
+    def columns(self, layer: LayerCache, slots: Sequence[int]) -> Columns:
+        """The rows of the segments, aligned on the right, a copy."""
+        rows, most = self.counts.rows[layer.index, list(slots)], self.fullest(layer.index, slots)
+        served = slot_index(slots)
+        places, present = self.places(layer, served, rows, int(most.max()))
+        return Columns(partial(in_columns, served, places, present), present)
+
+    def places(
+        self, layer: LayerCache, served: slice | list[int], rows: np.ndarray, num_columns: int
+    ) -> tuple[Tensor, Tensor]:
+        """Where the rows of slots lie that are aligned on the right.
+
+        Args:
+            layer: The layer.
+            served: Index of the slots.
+            rows: Their rows, as `Counts` has them, ``[B]``.
+            num_columns: Columns, ``T``: rows of the fullest head.
+
+        Returns:
+            Places in the pools of the slots, ``[B, H_kv, T]``, and which of them have a row, bool.
+        """
+        device = layer.shape.device
+        numbers = upload(rows, device)[:, None, None] + torch.arange(-num_columns, 0, device=device)
+        return places_of(bounds_of(layer)[served], layer.slab.capacity, numbers)
+
+    def newest(self, layer: LayerCache, slab: Tensor, slot: int, rows: int, num: int) -> Tensor:
+        """The last rows of each segment."""
+        return slab[slot].flatten(0, 1)[_newest_places(layer, slot, rows, num)]
+
+    def put_newest(
+        self, layer: LayerCache, slab: Tensor, slot: int, rows: int, new: Tensor
+    ) -> None:
+        """Write the last rows of each segment."""
+        places = _newest_places(layer, slot, rows, new.shape[1])
+        slab[slot].flatten(0, 1)[places] = new.to(slab.dtype)
+
+    def segments(self, layer: LayerCache, slab: Tensor, slot: int) -> list[Tensor]:
+        """The segment of each head; reads the bounds of the slot."""
+        pool = slab[slot].flatten(0, 1)
+        return [pool[begin:end] for begin, end in pairwise(bounds_of(layer)[slot].tolist())]
+
+    def place(self, layer: LayerCache, slot: int, held: LayerContents) -> Span:
+        """Segments side by side."""
+        counts = (held.positions >= 0).sum(dim=1)
+        bounds_of(layer)[slot] = packed_bounds(counts[None], layer.slab.capacity - held.rows)[0]
+        if held.num_rows:
+            lead = counts.amax(dim=0, keepdim=True) - held.rows
+            self.note_leads([layer.index], [slot], lead)
+        where = ([layer.index], [slot])
+        entries = self.entries(layer, *where)
+        return RaggedSpan(self, layer, entries, where, held.num_rows, held.rows)
+
+
+def bounds_of(layer: LayerCache) -> Tensor:
+    """The bounds of the segments of a layer, ``[S, H_kv + 1]``."""
+    assert layer.bounds is not None, "these slabs are ragged"
+    return layer.bounds
+
+
+def _newest_places(layer: LayerCache, slot: int, rows: int, num: int) -> Tensor:
+    bounds = bounds_of(layer)[slot : slot + 1]
+    numbers = torch.arange(rows - num, rows, device=bounds.device)
+    places, _ = places_of(bounds, layer.slab.capacity, numbers)
+    return places[0]
+
+
+class RaggedSpan(Span):
+    """Rows of heads that hold different numbers of them; what is read is a copy.
+
+    Attributes:
+        present: Columns that have a row, bool ``[B, H_kv, T]``.
+    """
+
+    def __init__(
+        self,
+        layout: Ragged,
+        layer: LayerCache,
+        entries: Entries,
+        where: tuple[Sequence[int], Sequence[int]],
+        num_rows: int,
+        mean_rows: int,
+    ) -> None:
+        """Take entries in layers and slots, their columns, and their rows in the mean."""
+        self.entries, self.num_rows = entries, num_rows
+        self._layout, self._where = layout, where
+        self._capacity = layer.slab.capacity
+        self._find(entries.of(layer.stack.tables["bounds"]), mean_rows)
+
+    @property
+    def absent(self) -> Tensor:
+        """Columns that a head has no row for, bool ``[B, H_kv, T]``."""
+        return ~self.present
+
+    def read(self, slab: Tensor) -> Tensor:
+        """These rows; 0, or -1 of positions, where a head has none."""
+        rows = self._gathered(slab, self._places)
+        absent = ~self.present.view(*self.present.shape, *[1] * (rows.dim() - 3))
+        return rows.masked_fill_(absent, -1 if slab.dtype == torch.int64 else 0)
+
+    def write(self, slab: Tensor, rows: Tensor) -> None:
+        """Replace these rows."""
+        size = slab.shape[1] * slab.shape[2]
+        # What a head has no row for goes behind the pool.
+        places = torch.where(self.present, self._places, size).flatten(1)
+        pools = self.entries.of(slab).flatten(1, 2)
+        wider = torch.cat([pools, pools[:, :1]], dim=1)
+        index = places.view(*places.shape, *[1] * (pools.dim() - 2)).expand(
+            -1, -1, *pools.shape[2:]
+        )
+        wider.scatter_(1, index, rows.to(slab.dtype).flatten(1, 2))
+        slab[self.entries.index] = wider[:, :size].view(-1, *slab.shape[1:])
+
+    def observed(self, stack: SlabStack, weights_of: Callable[..., Tensor]) -> Tensor:
+        """Attention weights of these rows."""
+        keys, _ = read_rows(self, stack)
+        return weights_of(keys, self.read(stack.positions), present=self.present)
+
+    def keep(
+        self,
+        stack: SlabStack,
+        keep: Tensor,
+        keys: Tensor | None,
+        values: Tensor | None,
+        budget: int | None,
+    ) -> Kept:
+        """Pack the chosen rows, side by side."""
+        if keep.dtype == torch.bool:
+            assert budget is not None, "a mask does not say how many rows may stay"
+            mask, num_kept = keep, budget
+        else:
+            within = keep.clamp(0, self.num_rows - 1)
+            mask = torch.zeros_like(self.present).scatter_(2, within, True)
+            keys, values = (_in_columns(new, within, self.num_rows) for new in (keys, values))
+            num_kept = keep.shape[2]
+        mask = self._fitting(mask & self.present, num_kept)
+        counts = mask.sum(dim=2)
+        bounds = packed_bounds(counts, self._capacity - num_kept)
+        size = mask.shape[1] * self._capacity
+        # Rows that go are moved behind the pool, and then left out.
+        targets = bounds[:, :-1, None] + mask.cumsum(dim=2) - 1
+        targets = torch.where(mask, targets, size).flatten(1)
+        own = torch.arange(size + 1, device=keep.device).expand(len(mask), -1)
+        sources = own.scatter(1, targets, self._places.flatten(1))[:, :size]
+        filled = torch.zeros_like(own, dtype=torch.bool).scatter_(1, targets, True)[:, :size]
+        columns = torch.arange(mask[0].numel(), device=keep.device).expand(len(mask), -1)
+        column = torch.zeros_like(own).scatter(1, targets, columns)[:, :size]
+        most, store = 0, stack.store
+        for slabs, replacement in ((store.keys, keys), (store.values, values)):
+            given = [None] * len(slabs) if replacement is None else store.encode(replacement)
+            for slab, rows in zip(slabs, given, strict=True):
+                moved = self._gathered(slab, sources)
+                if rows is not None:
+                    index = column[..., None].expand(-1, -1, slab.shape[3])
+                    new = rows.flatten(1, 2).gather(1, index)
+                    moved = torch.where(filled[..., None], new, moved)
+                most = max(most, self._put(slab, moved))
+        for slab, empty in [(stack.positions, -1), *((one, 0) for one in stack.tracks.values())]:
+            moved = self._gathered(slab, sources).masked_fill_(~filled, empty)
+            most = max(most, self._put(slab, moved))
+        most = max(most, self._put(stack.tables["bounds"], bounds))
+        self._layout.note_leads(*self._where, counts.amax(dim=1) - num_kept)
+        self._find(bounds, num_kept)
+        return Kept(num_kept, most)
+
+    def _find(self, bounds: Tensor, num_rows: int) -> None:
+        """Find the places of these rows, counted from the first of their slot."""
+        numbers = torch.arange(num_rows - self.num_rows, num_rows, device=bounds.device)
+        self._places, self.present = places_of(bounds, self._capacity, numbers)
+
+    def _fitting(self, mask: Tensor, num_kept: int) -> Tensor:
+        """The mask; or the newest rows, where a wrong one, which is known later, would not fit."""
+        counts = mask.sum(dim=2)
+        fits = (counts.sum(dim=1) <= num_kept * mask.shape[1]) & (counts > 0).all(dim=1)
+        newest = torch.arange(self.num_rows, device=mask.device) >= self.num_rows - num_kept
+        return torch.where(fits[:, None, None], mask, self.present & newest)
+
+    def _gathered(self, tensor: Tensor, places: Tensor) -> Tensor:
+        """Rows at some places of the pools of a slab, a copy."""
+        size = tensor.shape[1] * tensor.shape[2]
+        index = places + (self.entries.places * size).view(-1, *[1] * (places.dim() - 1))
+        rows = tensor.flatten(0, 2).index_select(0, index.flatten())
+        return rows.reshape(*places.shape, *tensor.shape[3:])
+
+    def _put(self, tensor: Tensor, contents: Tensor) -> int:
+        """Replace all that these entries have in a tensor of the stack; the bytes of that."""
+        tensor[self.entries.index] = contents.view(-1, *tensor.shape[1:])
+        return contents.nbytes
+
+
+def _in_columns(new: Tensor | None, index: Tensor, num_rows: int) -> Tensor | None:
+    """Replacements ``[B, H_kv, K, D]`` in the columns of the rows that they replace."""
+    if new is None:
+        return None
+    wide = new.new_zeros(*new.shape[:2], num_rows, new.shape[3])
+    return wide.scatter_(2, index[..., None].expand_as(new), new)
+
+
+class OpenRagged(OpenRows):
+    """New rows behind those of each segment; attention gets all of them in columns."""
+
+    def __init__(self, layer: LayerCache, tokens: NewTokens, layout: Ragged) -> None:
+        super().__init__(layer, tokens)
+        device, slots, counts = layer.shape.device, tokens.slots, layout.counts
+        before = counts.rows[layer.index, slots]
+        most = int((layout.fullest(layer.index, slots) + tokens.lengths).max())
+        bounds, capacity = bounds_of(layer), layer.slab.capacity
+        after = before + tokens.lengths
+        self._places, self._present = layout.places(layer, tokens.served, after, most)
+        ones = tokens.on(device)
+        self._slots, self._positions = ones.slots, ones.positions
+        new = tokens.rows(before, device)
+        self._new_places, _ = places_of(bounds[self._slots], capacity, new[:, None, None])
+        # A query sees the rows before it, and its own column, also a pad, which has no row.
+        column = torch.arange(most, device=device)
+        own = torch.arange(most - tokens.width, most, device=device)[:, None]
+        self.mask = (self._present[:, :, None] & (column <= own)) | (column == own)
+        self._note_copy = counts.note_copy
+
+    def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new rows; returns copies of all."""
+        store, real = self.layer.store, self.tokens.real
+        new = [*store.encode(real(keys)), *store.encode(real(values)), self._positions[:, None]]
+        where = (self._slots, self._new_places)
+        for slab, rows in zip([*store.tensors, self.layer.positions], new, strict=True):
+            _put_rows(slab, where, rows)
+        all_keys, all_values = (
+            store.decode(
+                [in_columns(self.tokens.served, self._places, self._present, slab) for slab in side]
+            )
+            for side in (store.keys, store.values)
+        )
+        self._note_copy(all_keys.nbytes + all_values.nbytes)
+        return all_keys, all_values
+
+    def receive(self, name: str, received: Tensor) -> None:
+        """Note what the rows attended to have received."""
+        where = (self._places, self._present)
+        track = self.layer.tracks[name]
+        self._at_commit.append(partial(_add, track, self.tokens.served, where, received))
+
+    def mark(self, name: str, numbers: Tensor) -> None:
+        """Note numbers of the new rows."""
+        where = (self._slots, self._new_places)
+        self._at_commit.append(partial(_put_rows, self.layer.tracks[name], where, numbers))
+
+    def discard(self) -> None:
+        """Empty the places of the new rows."""
+        super().discard()
+        places = (self._slots[:, None], self._new_places[:, :, 0])
+        for slab in self.layer.store.tensors:
+            slab.flatten(1, 2)[places] = 0
+        self.layer.positions.flatten(1, 2)[places] = -1
+
+
+def in_columns(served: slice | list[int], places: Tensor, present: Tensor, slab: Tensor) -> Tensor:
+    """The rows of a slab in columns, ``[B, H_kv, T, D]``, 0 where there is no row; see `places`."""
+    index = places.flatten(1)[..., None].expand(-1, -1, slab.shape[3])
+    rows = slab[served].flatten(1, 2).gather(1, index)
+    rows = rows.reshape(*places.shape, -1)
+    return rows.masked_fill_(~present[..., None], 0)
+
+
+def _put_rows(slab: Tensor, where: tuple[Tensor, Tensor], new: Tensor) -> None:
+    """Write rows ``[N, H_kv, ...]`` in pools, at the places ``[N, H_kv, 1]`` of some slots."""
+    slots, places = where
+    of_heads = new.expand(-1, places.shape[1], *new.shape[2:]).to(slab.dtype)
+    slab.flatten(1, 2)[slots[:, None], places[:, :, 0]] = of_heads
+
+
+def _add(
+    track: Tensor,
+    served: slice | list[int],
+    where: tuple[Tensor, Tensor],
+    received: Tensor,
+) -> None:
+    """Add to an accumulator at the places of some columns, where these have a row."""
+    (places, present), pools = where, track[served].flatten(1)
+    held = pools.gather(1, places.flatten(1)).reshape(places.shape) + received
+    size = pools.shape[1]
+    # What a head has no row for goes behind the pool, and is left out.
+    targets = torch.where(present, places, size).flatten(1)
+    wider = torch.cat([pools, pools[:, :1]], dim=1).scatter_(1, targets, held.flatten(1))
+    track[served] = wider[:, :size].view(-1, *track.shape[1:])

@@ -1,0 +1,274 @@
+"""Sliding windows: which rows of a layer no later query can see, and how they leave.
+
+A query at position p sees the rows at positions above ``p - window``. The positions in a slab
+are distinct, so if it holds more rows than the window is long, its first rows are outside the
+window in every KV head, whatever policies have kept there. Between compactions windows therefore
+slide by counting rows: no position is read from the device.
+
+A compaction reads positions. Before it the rows leave that are outside the window in all heads.
+Rows that are outside it in some heads only stay stored, are hidden from attention, and get the
+lowest score.
+
+A forward may bring in more rows than a slab takes. The new rows are then beside the slab, attended
+to together with the old ones, and those that the newest token still sees are stored at the commit.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpolicy.cache.layouts.base import PLENTY, Counts, LayerCache, OpenRows, add_to
+from kvpolicy.cache.layouts.even import Even, OpenEven, put_rows, where_rows_go
+from kvpolicy.cache.layouts.tokens import NewTokens
+from kvpolicy.cache.shape import LayerShape, Slab
+from kvpolicy.cache.stack import slot_index
+from kvpolicy.devices import upload
+
+
+class Window(Even):
+    """Even slabs of layers with a sliding window, which never hold more rows than that.
+
+    A slab that holds a whole window takes any number of tokens without a compaction: with every
+    token one row leaves.
+    """
+
+    drops_unseen = True
+    _slide: np.ndarray  # layers whose slabs hold a whole window, [n, 1]
+
+    def attach(self, layers: Sequence[LayerCache]) -> None:
+        """Take its layers as they are now."""
+        super().attach(layers)
+        self._slide = np.array([layer.slides for layer in layers])[:, None]
+
+    def fit(self, shape: LayerShape, slab: Slab) -> Slab:
+        """No more rows than the window."""
+        return attrs.evolve(slab, capacity=min(slab.capacity, window_of(shape)))
+
+    def slides(self, layer: LayerCache) -> bool:
+        """Whether slabs hold a whole window."""
+        return layer.slab.capacity == window_of(layer.shape)
+
+    def room(self, slots: Sequence[int]) -> np.ndarray:
+        """Any number of tokens for whole windows."""
+        return np.where(self._slide, PLENTY, super().room(slots))
+
+    def out_of_sight(self, shape: LayerShape, positions: Tensor, seq_len: np.ndarray) -> Tensor:
+        """Rows that have left the window of the next query."""
+        oldest = upload(seq_len - window_of(shape), positions.device)
+        return positions <= oldest[:, None, None]
+
+    def drop_unseen(self, layer: LayerCache, slot: int, num_hidden: int) -> None:
+        """Drop the first rows of a slot, which have left the window."""
+        num = num_hidden + self._num_hidden_in_front(layer, slot)
+        if num:
+            drop_oldest(self.counts, layer, [slot], num)
+
+    def _num_hidden_in_front(self, layer: LayerCache, slot: int) -> int:
+        """Rows out of sight before those that hooks see: the end of a prompt, without gaps."""
+        counts = self.counts
+        held, end = counts.prompt_rows[layer.index, slot], counts.prompt_len[slot]
+        in_sight = end - (counts.seq_len[slot] - window_of(layer.shape) + 1)
+        return int(held - np.clip(in_sight, 0, held))
+
+    def open(self, layer: LayerCache, tokens: NewTokens) -> OpenRows:
+        """Begin a forward."""
+        before = self.counts.rows[layer.index, tokens.slots]
+        size, reach, by_position = window_of(layer.shape), None, False
+        if (tokens.seq_len + tokens.lengths).max() > size:  # it hides any row from the new tokens
+            # Without gaps a row further is a position further.
+            by_position = bool(self.counts.compacted_at[layer.index, tokens.slots].any())
+            reach = None if by_position else size
+        sight = _Sight(size, reach, by_position)
+        if layer.slides and (before + tokens.lengths > layer.slab.capacity).any():
+            return OpenSliding(layer, tokens, before, sight, self.counts)
+        return OpenWindow(layer, tokens, before, sight)
+
+
+def window_of(shape: LayerShape) -> int:
+    """The sliding window of a layer."""
+    assert shape.sliding_window is not None, "this layer has a sliding window"
+    return shape.sliding_window
+
+
+def drop_oldest(counts: Counts, layer: LayerCache, slots: Sequence[int], num: int) -> None:
+    """Drop the first rows of slots of one layer; the others move up.
+
+    Args:
+        counts: Those of the cache; changed in place.
+        layer: The layer; changed in place.
+        slots: Slots that hold equally many rows, in rising order.
+        num: Rows to drop in every KV head.
+    """
+    num_rows = int(counts.rows[layer.index, slots[0]])
+    target = slot_index(slots)
+    staying, freed = slice(num, num_rows), slice(num_rows - num, num_rows)
+    for slab in layer.slabs:
+        moved = slab[target, :, staying]
+        if isinstance(target, slice):  # a slice is a view, a list of slots already a copy
+            moved = moved.clone()
+        slab[target, :, : num_rows - num] = moved
+        counts.note_copy(moved.nbytes)
+        del moved  # free it before the next copy is made
+    layer.positions[target, :, freed] = -1
+    for track in layer.tracks.values():
+        track[target, :, freed] = 0
+    counts.drop_first(layer.index, slots, num)
+
+
+@attrs.frozen
+class _Sight:
+    """What the queries of a forward see.
+
+    Attributes:
+        size: The window.
+        reach: How many rows a query sees, its own included; ``None``: all.
+        by_position: Whether rows are hidden by their positions, because there are gaps.
+    """
+
+    size: int
+    reach: int | None
+    by_position: bool
+
+    def mask(self, mask: Tensor | None, positions: Tensor, tokens: NewTokens) -> Tensor:
+        """Hide rows at some positions, ``[B, H_kv, T]``, that have left the window of a query."""
+        # Nothing is hidden from pads.
+        queries = np.where(tokens.is_real, tokens.position_ids, -1)
+        recent = seen_in_window(positions, queries, self.size)
+        return recent if mask is None else mask & recent
+
+
+def seen_in_window(positions: Tensor, query_positions: np.ndarray, window: int) -> Tensor:
+    """Rows inside the window of each query, bool ``[B, H_kv, L, T]``.
+
+    Args:
+        positions: Position of each row's token, ``[B, H_kv, T]``.
+        query_positions: Position of each query, ``[B, L]``.
+        window: Tokens a query sees, its own included.
+    """
+    oldest = torch.from_numpy(query_positions - window).to(positions.device)
+    return positions[:, :, None, :] > oldest[:, None, :, None]
+
+
+class OpenWindow(OpenEven):
+    """New rows in free places."""
+
+    def __init__(
+        self, layer: LayerCache, tokens: NewTokens, before: np.ndarray, sight: _Sight
+    ) -> None:
+        super().__init__(layer, tokens, before, sight.reach)
+        self._sight = sight
+
+    def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new rows behind those held."""
+        rows = super().store(keys, values)
+        if self._sight.by_position:
+            positions = self.layer.positions[self.tokens.served, :, : self.where.num_rows]
+            self.mask = self._sight.mask(self.mask, positions, self.tokens)
+        return rows
+
+
+class OpenSliding(OpenRows):
+    """New rows beside the slabs, which slide on at the commit.
+
+    Attention gets copies: old rows, then new ones. A single new token does not see the oldest row
+    of a full slab, which is left out.
+    """
+
+    def __init__(
+        self,
+        layer: LayerCache,
+        tokens: NewTokens,
+        before: np.ndarray,
+        sight: _Sight,
+        counts: Counts,
+    ) -> None:
+        super().__init__(layer, tokens)
+        device, most = layer.shape.device, layer.slab.capacity
+        self._sight, self._counts, self._before = sight, counts, before
+        self._gone = np.where((before == most) & (tokens.width == 1), 1, 0)
+        self._where = where_rows_go(tokens, before - self._gone, device, sight.reach)
+        self.mask = self._where.mask
+        # Of the rows attended to, the newest that a slab can hold.
+        after = before - self._gone + tokens.lengths
+        num_kept = int(np.minimum(after, most).max())
+        kept = np.maximum(after - most, 0)[:, None] + np.arange(num_kept)
+        self._kept = torch.from_numpy(kept).to(device)
+        self._new: list[Tensor] = []
+
+    def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Hold the new rows beside the slabs."""
+        store, tokens = self.layer.store, self.tokens
+        new_keys, new_values = (store.encode(tokens.real(new)) for new in (keys, values))
+        self._new = [*new_keys, *new_values]
+        tokens.beside_bytes += sum(new.nbytes for new in self._new)
+        all_rows = [self._joined(*pair, 0) for pair in zip(store.tensors, self._new, strict=True)]
+        if self._sight.by_position:
+            positions = self._joined(self.layer.positions, self._where.positions[:, None], -1)
+            self.mask = self._sight.mask(self.mask, positions, tokens)
+        num_bytes = sum(rows.nbytes for rows in all_rows)
+        self._counts.note_copy(num_bytes + tokens.beside_bytes)
+        num_keys = len(store.keys)
+        return store.decode(all_rows[:num_keys]), store.decode(all_rows[num_keys:])
+
+    def receive(self, name: str, received: Tensor) -> None:
+        """Note what rows have received, of those that stay."""
+        received = self._staying(received)
+        rows = (self.tokens.served, slice(None), slice(received.shape[2]))
+        track = self.layer.tracks[name]
+        self._at_commit.append(partial(add_to, track, rows, received))
+
+    def mark(self, name: str, numbers: Tensor) -> None:
+        """Note numbers of the new rows; those that have left the window already have no place."""
+        where = self._where
+        sequences = self.tokens.on(self.layer.shape.device).sequences
+        rows = where.rows - self._kept[sequences, 0]
+        held = rows >= 0
+        places = (where.slots[held], rows[held])
+        track = self.layer.tracks[name]
+        self._at_commit.append(partial(put_rows, track, places, numbers[held]))
+
+    def commit(self) -> None:
+        """Store the newest rows."""
+        layer, counts, tokens = self.layer, self._counts, self.tokens
+        new: list[tuple[Tensor | int, int]] = [(rows, 0) for rows in self._new]
+        new += [(self._where.positions[:, None], -1), *((0, 0) for _ in layer.tracks)]
+        for slab, (rows, empty) in zip(layer.slabs, new, strict=True):
+            joined = self._joined(slab, rows, empty)
+            stored = self._staying(joined)
+            slab[tokens.served, :, : stored.shape[2]] = stored
+            counts.note_copy(joined.nbytes + stored.nbytes + tokens.beside_bytes)
+            del joined, stored  # free them before the next copies are made
+        self._new = []
+        after = np.minimum(self._before + tokens.lengths, layer.slab.capacity)
+        remaining = np.maximum(after - tokens.lengths, 0)
+        counts.drop_first(layer.index, tokens.slots, self._before - remaining)
+        super().commit()
+
+    def _joined(self, slab: Tensor, new: Tensor | int, empty: int) -> Tensor:
+        """The rows of a slab followed by new rows, as a new tensor, ``[B, H_kv, T, ...]``."""
+        where, served = self._where, slab[self.tokens.served]
+        rows = slab.new_full((*served.shape[:2], where.num_rows, *slab.shape[3:]), empty)
+        gone = int(self._gone[0])
+        if (self._gone == gone).all():
+            held = served[:, :, gone : gone + where.num_rows]
+        else:
+            first = torch.from_numpy(self._gone).to(slab.device)
+            index = first[:, None] + torch.arange(where.num_rows, device=slab.device)
+            held = _taken(served, index.clamp(max=slab.shape[2] - 1))
+        rows[:, :, : held.shape[2]] = held
+        rows[self.tokens.on(slab.device).sequences, :, where.rows] = new
+        return rows
+
+    def _staying(self, rows: Tensor) -> Tensor:
+        """Those of rows ``[B, H_kv, T, ...]`` that a slab can hold."""
+        return _taken(rows, self._kept)
+
+
+def _taken(rows: Tensor, index: Tensor) -> Tensor:
+    """Rows ``[B, H_kv, T, ...]`` of each entry at an index, ``[B, K]``, in all heads."""
+    wide = index[:, None, :, *[None] * (rows.dim() - 3)]
+    return rows.gather(2, wide.expand(-1, rows.shape[1], -1, *rows.shape[3:]))

@@ -1,0 +1,67 @@
+"""What a layer's keys and values look like, and what a plan wants stored of them."""
+
+import sys
+from collections.abc import Callable
+
+import attrs
+import torch
+from torch import Tensor
+
+# The room of a slot that may hold as many rows behind its prompt as its slab can.
+UNLIMITED = sys.maxsize // 2
+
+# Moves keys: layer index, keys [B, H_kv, K, D], positions to add [B, H_kv, K] -> moved keys.
+Rotate = Callable[[int, Tensor, Tensor], Tensor]
+
+
+@attrs.frozen
+class LayerShape:
+    """Shape, precision and device of one layer's keys and values, and its sliding window.
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: Key/value heads.
+        head_dim: Size of one head.
+        dtype: Precision of keys and values.
+        device: Device of keys and values.
+        sliding_window: Tokens a query sees, its own included: the query at position p sees
+            rows at positions above ``p - sliding_window``. ``None``: all rows before it.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    sliding_window: int | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the keys and values of one token in this layer, in all heads."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def zeros(self, *size: int) -> Tensor:
+        """Zeros in this layer's dtype and on its device."""
+        return torch.zeros(size, dtype=self.dtype, device=self.device)
+
+
+@attrs.frozen
+class Slab:
+    """What one layer stores for every sequence.
+
+    Attributes:
+        capacity: Rows allocated for each slot.
+        window_size: Most recent queries to store, 0 for none.
+        tracks: Names of per-row fp32 numbers that travel with the rows. Those of accumulators are
+            updated by attention.
+        room: Rows that a slot may hold behind those of its prompt, which stay; ``None``: rows of
+            prompts are evicted like others.
+        ragged: Whether KV heads may hold different numbers of rows. Then ``capacity`` is the room
+            of a head in the mean.
+    """
+
+    capacity: int
+    window_size: int = 0
+    tracks: tuple[str, ...] = ()
+    room: int | None = None
+    ragged: bool = False
