@@ -23,8 +23,7 @@ from typing import Any
 
 import attrs
 
-from kvpolicy import Engine, Plan, PrefixStore, Request
-from kvpolicy.engine.requests.results import Result
+from kvpolicy import Engine, Plan, PrefixStore, Request, Result
 from kvpolicy.lab.bench.models import random_model, shape_named
 
 PLANS: dict[str, dict[str, Any]] = {

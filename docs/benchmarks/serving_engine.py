@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpolicy import Engine, Plan, Request
-from kvpolicy.model.loading import load_model
+from kvpolicy import Engine, Plan, Request, load_model
 
 
 def load(model: str, plan: str, slots: int, cpu_weights: Any) -> Engine:

@@ -37,8 +37,7 @@ import torch
 from kvpolicy_reasoner.task import make_problems
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpolicy import Engine, Plan, Request, Sampling
-from kvpolicy.model.loading import load_model
+from kvpolicy import Engine, Plan, Request, Sampling, load_model
 
 PATH = "/v1/completions"
 MODEL = "reasoner"

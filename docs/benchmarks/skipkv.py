@@ -28,14 +28,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy import Engine, Memory, Plan, hookimpl, load_model
 from kvpolicy.lab.analysis.compare import adjust_p_values, compare_cells
 from kvpolicy.lab.analysis.pooling import pool
 from kvpolicy.lab.analysis.select import open_runs
 from kvpolicy.lab.steer.thoughts import load_rules
 from kvpolicy.lab.tasks.task import ACCURACY, load_task
-from kvpolicy.model.loading import load_model
-from kvpolicy.state import Memory
 from skipkv_plugin.policy import SkipKV
 from skipkv_plugin.redundancy import SentenceVectors, redundant
 from skipkv_plugin.sentences import Delimiters, Segmenter

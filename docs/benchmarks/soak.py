@@ -29,10 +29,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvpolicy import Engine, Plan, Request, Result, hookimpl
+from kvpolicy import Engine, Memory, Plan, Request, Result, Run, hookimpl
 from kvpolicy.cli.output import Progress
-from kvpolicy.engine.run import Run
-from kvpolicy.state import Memory
 
 VOCAB = 61
 NUM_LAYERS = 3

@@ -14,8 +14,7 @@ import torch
 from kvpolicy_reasoner.model import load_reasoner
 from kvpolicy_reasoner.task import make_problems
 
-from kvpolicy import Engine, Plan
-from kvpolicy.engine.tracing import recording
+from kvpolicy import Engine, Plan, recording
 
 ROUNDS = 7
 

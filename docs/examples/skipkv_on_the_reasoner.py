@@ -10,10 +10,9 @@ import sys
 from statistics import fmean
 from tempfile import TemporaryDirectory
 
-from kvpolicy import Engine, Plan
+from kvpolicy import Engine, Plan, load_model
 from kvpolicy.lab.statistics import paired_proportions, wilson
 from kvpolicy.lab.tasks.task import load_task
-from kvpolicy.model.loading import load_model
 
 MODEL = TASK = "reasoner"
 LAYER, BUDGET, BUFFER = 3, 127, 16
