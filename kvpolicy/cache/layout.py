@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from kvpolicy.cache.layouts.base import OpenRows
+from kvpolicy.cache.layouts.base import LayerCache, OpenRows
+from kvpolicy.cache.layouts.beside import OpenBeside, RowsBeside
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.slab import KVCache
 
@@ -44,7 +45,7 @@ class StepLayout:
         ``totals`` is not needed if no more tokens of their prompts follow.
         """
         self.cache = cache
-        self.tokens = tokens = NewTokens(slots, lengths, cache.seq_len[np.asarray(slots)])
+        self.tokens = tokens = NewTokens(slots, lengths, self._seen(cache, np.asarray(slots)))
         self.slots, self.served, self.lengths = tokens.slots, tokens.served, tokens.lengths
         self.width, self.seq_len = tokens.width, tokens.seq_len
         self.totals = self.seq_len + self.lengths if totals is None else np.asarray(totals)
@@ -53,11 +54,18 @@ class StepLayout:
         self.layers: dict[int, OpenRows] = {}
         self.attended: set[int] = set()
 
+    def _seen(self, cache: KVCache, slots: np.ndarray) -> np.ndarray:
+        """Tokens that the slots have seen before, ``[B]``."""
+        seen: np.ndarray = cache.seq_len[slots]
+        return seen
+
     def store(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new rows of one layer, ``[B, H_kv, L, D]``; return all rows to attend to."""
-        layer = self.cache.layers[layer_idx]
-        opened = self.layers[layer_idx] = layer.layout.open(layer, self.tokens)
+        opened = self.layers[layer_idx] = self._open(self.cache.layers[layer_idx])
         return opened.store(keys, values)
+
+    def _open(self, layer: LayerCache) -> OpenRows:
+        return layer.layout.open(layer, self.tokens)
 
     def new_rows(
         self, layer_idx: int, states: Tensor, keys: Tensor, values: Tensor
@@ -99,3 +107,29 @@ class StepLayout:
         for opened in self.layers.values():
             opened.discard()
         self.layers = {}
+
+
+class StepBeside(StepLayout):
+    """A forward of tokens that might follow, equally many in each slot, of which no trace is left.
+
+    Their rows are beside the slabs, together with those of such forwards before; its commit makes
+    them rows there.
+    """
+
+    def __init__(
+        self, cache: KVCache, slots: Sequence[int], length: int, beside: RowsBeside
+    ) -> None:
+        """Serve slots, with so many tokens each."""
+        self._beside = beside
+        super().__init__(cache, slots, [length] * len(slots))
+
+    def commit(self) -> None:
+        """Count the tokens among those beside the slabs."""
+        self._beside.num_done += self.width
+
+    def _seen(self, cache: KVCache, slots: np.ndarray) -> np.ndarray:
+        seen: np.ndarray = cache.seq_len[slots] + self._beside.num_done
+        return seen
+
+    def _open(self, layer: LayerCache) -> OpenRows:
+        return OpenBeside(layer, self.tokens, self._beside)

@@ -16,7 +16,6 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from kvpolicy.attention.softmax import Softmax
 from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.probe_step import ProbeStep
 from kvpolicy.cache.slab import KVCache, LayerShape, Rotate, Slab
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.compat import cache_argument, layer_configs
@@ -76,7 +75,7 @@ class ForwardInput:
     """
 
     token_ids: Tensor
-    step: StepLayout | StaticStep | ProbeStep
+    step: StepLayout | StaticStep
     steer: Steer | None = None
     wants_states: bool = False
     states: Tensor | None = None
@@ -329,9 +328,7 @@ class ModelAdapter:
             given.logits = output.logits
         return output.logits[:, -1], given.states
 
-    def _run_eagerly(
-        self, twin: PreTrainedModel, step: StepLayout | ProbeStep, given: ForwardInput
-    ) -> Any:
+    def _run_eagerly(self, twin: PreTrainedModel, step: StepLayout, given: ForwardInput) -> Any:
         """What the model gives for the new tokens of a step, whose rows it has stored."""
         cache, device = StepCache(step, given), self.device
         positions = torch.from_numpy(step.position_ids).to(device)
@@ -518,7 +515,7 @@ def _input_hook(layer_idx: int, hidden_size: int) -> Any:
 class StepCache(Cache):
     """The cache of one forward: stores new rows in the slabs."""
 
-    def __init__(self, step: StepLayout | ProbeStep, given: ForwardInput) -> None:
+    def __init__(self, step: StepLayout, given: ForwardInput) -> None:
         super().__init__(layers=[])
         self._step, self._given = step, given
         self.stored: set[int] = set()

@@ -14,7 +14,6 @@ from kvpolicy.attention.base import window_factor
 from kvpolicy.attention.choose import backend_for
 from kvpolicy.attention.softmax import PLAIN, Softmax
 from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.probe_step import ProbeStep
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
 from kvpolicy.model.config import hiding_window
@@ -47,12 +46,19 @@ def attend(
     layer, opened = step.cache.layers[layer_idx], step.layers[layer_idx]
     step.attended.add(layer_idx)
     layer.softmax = softmax
-    if layer.window is not None:
+    if opened.remembers:
         opened.remember(_as_policies_read(queries, scaling))
+    backend = backend_for(keys.device, keys.dtype)
+    if opened.held is not None:
+        visible = opened.mask
+        assert visible is not None, "rows beside the slabs are seen by later tokens only"
+        return backend.attend_beside(
+            queries, opened.held, (keys, values), visible, scaling=scaling, softmax=softmax
+        )
     accumulated = {
         name: keys.new_zeros(keys.shape[:3], dtype=torch.float32) for name in layer.accumulators
     }
-    output = backend_for(keys.device, keys.dtype).attend(
+    output = backend.attend(
         queries,
         keys,
         values,
@@ -65,41 +71,6 @@ def attend(
     for name, received in accumulated.items():
         opened.receive(name, received)
     return output
-
-
-def attend_aside(
-    step: ProbeStep,
-    layer_idx: int,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scaling: float,
-    softmax: Softmax = PLAIN,
-) -> Tensor:
-    """Attend from the tokens of a probe to the rows of their slots and to each other.
-
-    Args:
-        step: The probe; it has stored the new rows of this layer already.
-        layer_idx: Decoder layer, counted from 0.
-        queries: Queries after RoPE, ``[B, H_q, L, D]``.
-        keys: What `ProbeStep.store` returned for this layer, ``[B, H_kv, N, D]``.
-        values: Values of the same rows.
-        scaling: Factor on the logits.
-        softmax: The layer's softmax.
-
-    Returns:
-        Attention output, ``[B, H_q, L, D]``.
-    """
-    step.attended.add(layer_idx)
-    step.remember_queries(layer_idx, _as_policies_read(queries, scaling))
-    return backend_for(keys.device, keys.dtype).attend_beside(
-        queries,
-        step.held(layer_idx),
-        (keys, values),
-        step.visible(layer_idx),
-        scaling=scaling,
-        softmax=softmax,
-    )
 
 
 def _as_policies_read(queries: Tensor, scaling: float) -> Tensor:
@@ -168,6 +139,5 @@ def attention_function(
             mark_static_rows(kvpolicy_forward, layer_idx, key, value)
     else:
         softmax = PLAIN if softcap is None and sinks is None else Softmax(softcap, sinks)
-        attending: Any = attend_aside if isinstance(step, ProbeStep) else attend
-        output = attending(step, layer_idx, query, key, value, scaling, softmax)
+        output = attend(step, layer_idx, query, key, value, scaling, softmax)
     return output.transpose(1, 2).contiguous(), None

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.probe_step import ProbeStep
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
 
@@ -45,7 +44,7 @@ class HasMarking(Protocol):
         attention_input: What enters the attention of the layer under way, ``[B, L, M]``.
     """
 
-    step: StepLayout | StaticStep | ProbeStep
+    step: StepLayout | StaticStep
     marking: Marking | None
     attention_input: Tensor | None
 

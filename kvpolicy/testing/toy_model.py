@@ -15,11 +15,10 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvpolicy.cache.probe_step import ProbeStep
 from kvpolicy.cache.slab import LayerShape, Rotate
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.model.adapter import ForwardInput, ModelAdapter
-from kvpolicy.model.attention import attend, attend_aside
+from kvpolicy.model.attention import attend
 from kvpolicy.model.marking import mark_static_rows, mark_stored_rows
 from kvpolicy.model.packed import PackedWeights
 from kvpolicy.model.rope import rotate_halves
@@ -161,8 +160,7 @@ class ToyModel(ModelAdapter):
             else:
                 all_keys, all_values = step.store(layer_idx, keys, values)
                 mark_stored_rows(given, layer_idx, keys, values)
-                attending: Any = attend_aside if isinstance(step, ProbeStep) else attend
-                found = attending(step, layer_idx, queries, all_keys, all_values, scaling)
+                found = attend(step, layer_idx, queries, all_keys, all_values, scaling)
             states = states + found.transpose(1, 2).flatten(2) @ out
         states = states if given.wants_states else states[:, -1:]
         size = (states.float().square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()

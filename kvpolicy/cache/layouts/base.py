@@ -298,6 +298,19 @@ class RowLayout(Layout):
         del shape, positions, seq_len
         return None
 
+    def sees(self, shape: LayerShape, positions: Tensor, tokens: NewTokens) -> Tensor:
+        """Which rows at some positions are not hidden from new tokens, though they come before.
+
+        Args:
+            shape: The shape of the layer.
+            positions: ``[B, H_kv, T]``.
+            tokens: The new tokens.
+
+        Returns:
+            Bool ``[B, H_kv, L, T]``. Asked only where `drops_unseen`.
+        """
+        raise NotImplementedError
+
     def drop_unseen(self, layer: "LayerCache", slot: int, num_hidden: int) -> None:
         """Drop the first rows of a slot that no later query sees.
 
@@ -460,6 +473,10 @@ class Around(RowLayout):
     ) -> Tensor | None:
         """Which rows no later query sees."""
         return self.inner.out_of_sight(shape, positions, seq_len)
+
+    def sees(self, shape: LayerShape, positions: Tensor, tokens: NewTokens) -> Tensor:
+        """Which rows are not hidden from new tokens."""
+        return self.inner.sees(shape, positions, tokens)
 
     def drop_unseen(self, layer: "LayerCache", slot: int, num_hidden: int) -> None:
         """Drop the first rows that no later query sees."""
@@ -694,13 +711,18 @@ class OpenRows(ABC):
 
     Attributes:
         mask: Rows each query may see of those that `store` returned, bool
-            ``[B, 1 or H_kv, L, T]``; ``None``: all.
+            ``[B, 1 or H_kv, L, T]``; ``None``: all. Those of `held` come before them.
+        held: More rows to attend to, keys and values ``[B, H_kv, T, D]``, if those that `store`
+            returned are beside the slabs; else ``None``.
+        remembers: Whether queries are wanted, see `remember`.
     """
 
     mask: Tensor | None
+    held: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, layer: LayerCache, tokens: NewTokens) -> None:
         self.layer, self.tokens = layer, tokens
+        self.remembers = layer.window is not None
         self._at_commit: list[Callable[[], None]] = []
 
     @abstractmethod

@@ -397,7 +397,7 @@ class OpenRagged(OpenRows):
 
 
 def in_columns(served: slice | list[int], places: Tensor, present: Tensor, slab: Tensor) -> Tensor:
-    """The rows of a slab in columns, ``[B, H_kv, T, D]``, 0 where there is no row; see `places`."""
+    """The rows of a slab in columns, ``[B, H_kv, T, D]``, 0 where there is no row."""
     index = places.flatten(1)[..., None].expand(-1, -1, slab.shape[3])
     rows = slab[served].flatten(1, 2).gather(1, index)
     rows = rows.reshape(*places.shape, -1)

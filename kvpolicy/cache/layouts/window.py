@@ -13,7 +13,7 @@ A forward may bring in more rows than a slab takes. The new rows are then beside
 to together with the old ones, and those that the newest token still sees are stored at the commit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import attrs
@@ -61,6 +61,12 @@ class Window(Even):
         oldest = upload(seq_len - window_of(shape), positions.device)
         return positions <= oldest[:, None, None]
 
+    def sees(self, shape: LayerShape, positions: Tensor, tokens: NewTokens) -> Tensor:
+        """Rows within the window of each token; all for pads."""
+        queries = np.where(tokens.is_real, tokens.position_ids, -1)
+        oldest = torch.from_numpy(queries - window_of(shape)).to(positions.device)
+        return positions[:, :, None, :] > oldest[:, None, :, None]
+
     def drop_unseen(self, layer: LayerCache, slot: int, num_hidden: int) -> None:
         """Drop the first rows of a slot, which have left the window."""
         num = num_hidden + self._num_hidden_in_front(layer, slot)
@@ -77,12 +83,12 @@ class Window(Even):
     def open(self, layer: LayerCache, tokens: NewTokens) -> OpenRows:
         """Begin a forward."""
         before = self.counts.rows[layer.index, tokens.slots]
-        size, reach, by_position = window_of(layer.shape), None, False
+        size, reach, sees = window_of(layer.shape), None, None
         if (tokens.seq_len + tokens.lengths).max() > size:  # it hides any row from the new tokens
             # Without gaps a row further is a position further.
-            by_position = bool(self.counts.compacted_at[layer.index, tokens.slots].any())
-            reach = None if by_position else size
-        sight = _Sight(size, reach, by_position)
+            has_gaps = self.counts.compacted_at[layer.index, tokens.slots].any()
+            reach, sees = (None, partial(self.sees, layer.shape)) if has_gaps else (size, None)
+        sight = _Sight(reach, sees)
         if layer.slides and (before + tokens.lengths > layer.slab.capacity).any():
             return OpenSliding(layer, tokens, before, sight, self.counts)
         return OpenWindow(layer, tokens, before, sight)
@@ -119,38 +125,24 @@ def drop_oldest(counts: Counts, layer: LayerCache, slots: Sequence[int], num: in
     counts.drop_first(layer.index, slots, num)
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class _Sight:
     """What the queries of a forward see.
 
     Attributes:
-        size: The window.
         reach: How many rows a query sees, its own included; ``None``: all.
-        by_position: Whether rows are hidden by their positions, because there are gaps.
+        sees: Which rows at some positions new tokens see, see `Window.sees`; ``None``: those
+            within reach.
     """
 
-    size: int
     reach: int | None
-    by_position: bool
+    sees: Callable[[Tensor, NewTokens], Tensor] | None
 
     def mask(self, mask: Tensor | None, positions: Tensor, tokens: NewTokens) -> Tensor:
-        """Hide rows at some positions, ``[B, H_kv, T]``, that have left the window of a query."""
-        # Nothing is hidden from pads.
-        queries = np.where(tokens.is_real, tokens.position_ids, -1)
-        recent = seen_in_window(positions, queries, self.size)
+        """A mask of rows at some positions, ``[B, H_kv, T]``, without those out of sight."""
+        assert self.sees is not None
+        recent = self.sees(positions, tokens)
         return recent if mask is None else mask & recent
-
-
-def seen_in_window(positions: Tensor, query_positions: np.ndarray, window: int) -> Tensor:
-    """Rows inside the window of each query, bool ``[B, H_kv, L, T]``.
-
-    Args:
-        positions: Position of each row's token, ``[B, H_kv, T]``.
-        query_positions: Position of each query, ``[B, L]``.
-        window: Tokens a query sees, its own included.
-    """
-    oldest = torch.from_numpy(query_positions - window).to(positions.device)
-    return positions[:, :, None, :] > oldest[:, None, :, None]
 
 
 class OpenWindow(OpenEven):
@@ -165,7 +157,7 @@ class OpenWindow(OpenEven):
     def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new rows behind those held."""
         rows = super().store(keys, values)
-        if self._sight.by_position:
+        if self._sight.sees is not None:
             positions = self.layer.positions[self.tokens.served, :, : self.where.num_rows]
             self.mask = self._sight.mask(self.mask, positions, self.tokens)
         return rows
@@ -206,7 +198,7 @@ class OpenSliding(OpenRows):
         self._new = [*new_keys, *new_values]
         tokens.beside_bytes += sum(new.nbytes for new in self._new)
         all_rows = [self._joined(*pair, 0) for pair in zip(store.tensors, self._new, strict=True)]
-        if self._sight.by_position:
+        if self._sight.sees is not None:
             positions = self._joined(self.layer.positions, self._where.positions[:, None], -1)
             self.mask = self._sight.mask(self.mask, positions, tokens)
         num_bytes = sum(rows.nbytes for rows in all_rows)

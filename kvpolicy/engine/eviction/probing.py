@@ -1,7 +1,7 @@
 """Probing: the queries of tokens that might follow, computed before a compaction.
 
-A probe is a forward beside the cache (`kvpolicy.cache.probe_step`) of tokens that a policy names,
-or that the model likes best. It changes nothing of the sequence.
+A probe is a forward beside the cache (`kvpolicy.cache.layouts.beside`) of tokens that a policy
+names, or that the model likes best. It changes nothing of the sequence.
 """
 
 from collections import abc, defaultdict
@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.probe_step import ProbeStep
+from kvpolicy.cache.layout import StepBeside
+from kvpolicy.cache.layouts.beside import RowsBeside
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.engine.requests.sequence import Sequence
@@ -144,37 +145,37 @@ class Prober:
         first = group[0]
         slots = [probe.sequence.slot for probe in group]
         layers = sorted({layer for probe in group for layer in probe.layers})
-        step = ProbeStep(self._cache, slots, first.num_tokens, layers)
+        beside = RowsBeside(first.num_tokens, layers)
         tokens = torch.tensor([probe.token_ids for probe in group])
         if first.is_greedy:
-            num_queries = self._run_greedily(step, tokens)
+            num_queries = self._run_greedily(slots, beside, tokens)
         else:
             for start in range(0, first.num_tokens, self._chunk):
-                self._forward(step, tokens[:, start : start + self._chunk])
+                self._forward(slots, beside, tokens[:, start : start + self._chunk])
             num_queries = [first.num_tokens] * len(group)
-        self._cache.note_copy(step.num_bytes)
+        self._cache.note_copy(beside.num_bytes)
         whole = {
             # A copy: those of a forward in inference mode cannot be checked for changes.
-            layer_idx: self._adapter.processes.all_gather(step.queries[layer_idx].clone())
+            layer_idx: self._adapter.processes.all_gather(beside.queries[layer_idx].clone())
             for layer_idx in layers
         }
         for row, (probe, num) in enumerate(zip(group, num_queries, strict=True)):
             for layer_idx in probe.layers if num else ():
                 found[layer_idx, probe.sequence.slot] = whole[layer_idx][row, :, :num]
 
-    def _run_greedily(self, step: ProbeStep, tokens: Tensor) -> list[int]:
+    def _run_greedily(self, slots: list[int], beside: RowsBeside, tokens: Tensor) -> list[int]:
         """Feed tokens ``[B, 1]``, then the likeliest after them; the number before a stop token."""
         fed = []
-        for _ in range(step.num_tokens):
+        for _ in range(beside.num_tokens):
             fed.append(tokens)
-            newest = self._forward(step, tokens).argmax(dim=-1)
+            newest = self._forward(slots, beside, tokens).argmax(dim=-1)
             tokens = self._adapter.processes.same_tokens(newest)[:, None]
         stops = frozenset(self._adapter.stop_ids)
         rows = torch.cat([one.cpu() for one in fed], dim=1).tolist()
         return [next((i for i, one in enumerate(row) if one in stops), len(row)) for row in rows]
 
-    def _forward(self, step: ProbeStep, tokens: Tensor) -> Tensor:
+    def _forward(self, slots: list[int], beside: RowsBeside, tokens: Tensor) -> Tensor:
         """Logits after tokens ``[B, L]``."""
-        step.begin(tokens.shape[1])
+        step = StepBeside(self._cache, slots, tokens.shape[1], beside)
         logits, _ = self._adapter.forward(ForwardInput(tokens, step))
         return logits

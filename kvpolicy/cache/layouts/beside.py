@@ -1,0 +1,106 @@
+"""Rows beside the slabs: of tokens that might follow, in any layout.
+
+Slabs, tracks, rings of queries and counts are read only, so there is nothing to put back.
+"""
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpolicy.cache.layouts.base import LayerCache, OpenRows
+from kvpolicy.cache.layouts.tokens import NewTokens
+from kvpolicy.devices import upload
+
+
+class RowsBeside:
+    """Keys and values of tokens that follow those of some slots, of one forward or of several.
+
+    Attributes:
+        num_tokens: Tokens of each slot, in all.
+        num_done: Tokens whose rows are here, from forwards that are done.
+        wanted: Layers whose queries are of interest.
+        queries: For each of them the queries after RoPE, ``[B, H_q, P, D]``, once they are
+            computed; scaled as those of a ring.
+    """
+
+    def __init__(self, num_tokens: int, wanted: Collection[int]) -> None:
+        """Make room for so many tokens of each slot."""
+        self.num_tokens, self.num_done = num_tokens, 0
+        self.wanted = frozenset(wanted)
+        self.queries: dict[int, Tensor] = {}
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys, values and queries."""
+        rows = [tensor for pair in self._rows.values() for tensor in pair]
+        return sum(tensor.nbytes for tensor in (*rows, *self.queries.values()))
+
+    def add(self, layer: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add rows of a layer, ``[B, H_kv, L, D]``; returns those of all tokens so far."""
+        if layer.index not in self._rows:
+            size = (*keys.shape[:2], self.num_tokens, keys.shape[3])
+            dtype = layer.shape.dtype
+            self._rows[layer.index] = (
+                keys.new_empty(size, dtype=dtype),
+                values.new_empty(size, dtype=dtype),
+            )
+        own, now = self._rows[layer.index], self._now(keys)
+        for tensor, new in zip(own, (keys, values), strict=True):
+            tensor[:, :, now] = new
+        return own[0][:, :, : now.stop], own[1][:, :, : now.stop]
+
+    def remember(self, layer_idx: int, queries: Tensor) -> None:
+        """Keep the queries of a layer, ``[B, H_q, L, D]``."""
+        if layer_idx not in self.queries:
+            size = (*queries.shape[:2], self.num_tokens, queries.shape[3])
+            self.queries[layer_idx] = queries.new_empty(size)
+        self.queries[layer_idx][:, :, self._now(queries)] = queries
+
+    def _now(self, new: Tensor) -> slice:
+        return slice(self.num_done, self.num_done + new.shape[2])
+
+
+class OpenBeside(OpenRows):
+    """A layer during a forward whose new rows are beside the slabs.
+
+    `store` returns the rows beside the slabs, those of forwards before included; `held` has the
+    others, and the mask is for these first.
+    """
+
+    def __init__(self, layer: LayerCache, tokens: NewTokens, rows: RowsBeside) -> None:
+        super().__init__(layer, tokens)
+        self._rows, self.remembers = rows, layer.index in rows.wanted
+        device, layout, store = layer.shape.device, layer.layout, layer.store
+        columns = layout.columns(layer, tokens.slots.tolist())
+        keys, values = (
+            store.decode([columns.read(one) for one in side]) for side in (store.keys, store.values)
+        )
+        self.held = keys, values
+        query = rows.num_done + np.arange(tokens.width)[:, None]  # among the tokens beside
+        own = np.arange(rows.num_done + tokens.width)
+        new = upload(own <= query, device)[None, None]
+        old = columns.present[:, :, None].expand(-1, -1, tokens.width, -1)
+        if layout.drops_unseen:
+            first = tokens.seq_len[:, None] - rows.num_done
+            positions = upload(first + own, device)[:, None]
+            old = old & layout.sees(layer.shape, columns.read(layer.positions), tokens)
+            new = new & layout.sees(layer.shape, positions, tokens)
+        self.mask = torch.cat([old, new.expand(*old.shape[:3], -1)], dim=3)
+
+    def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Hold the new rows beside the slabs; returns all that are there."""
+        return self._rows.add(self.layer, keys, values)
+
+    def remember(self, queries: Tensor) -> None:
+        """Keep the queries, if they are of interest."""
+        if self.remembers:
+            self._rows.remember(self.layer.index, queries)
+
+    def receive(self, name: str, received: Tensor) -> None:
+        """Rows of slabs receive nothing."""
+
+    def mark(self, name: str, numbers: Tensor) -> None:
+        """Rows beside the slabs have no tracks."""
