@@ -112,6 +112,11 @@ class Gate:
 
     # What stages call.
 
+    @property
+    def has_one_core(self) -> bool:
+        """Whether the stage of this thread runs beside others."""
+        return bool(self._current.stage.chain)
+
     def print(self, text: str) -> None:
         """Print something of a stage, with what its commands print."""
         self._current.out.write(text)

@@ -140,16 +140,17 @@ class Checks:
             Stage("the README's installation", self.installation, chain="installation"),
             Stage("tests of what the change touches", self.touched),
             Stage("the README's test command", self.readme, minutes=90),
-            Stage("attention in Numba", self.numba),
             Stage("slow tests", self.slow, minutes=180 if FULL else 60),
-            Stage("the oldest transformers", self.oldest),
-            Stage("the newest transformers", self.newest),
-            Stage("kernels", self.kernels),
         ]
         # Chains, the longest first.
+        longest = 180 if FULL else 60
         if self._change.touches(*ON_RAY, "constraints.txt"):
             usual.append(Stage("Ray and SLURM", self.ray, minutes=60, chain="ray"))
         usual += [
+            Stage("attention in Numba", self.numba, minutes=longest, chain="numba"),
+            Stage("kernels", self.kernels, chain="numba"),
+            Stage("the oldest transformers", self.oldest, minutes=longest, chain="transformers"),
+            Stage("the newest transformers", self.newest, minutes=longest, chain="transformers"),
             Stage("wheel: contents", self.wheel, chain="wheel"),
             Stage("wheel: what reads installed files", self.installed, chain="wheel"),
             Stage("wheel: the tutorial's package", self.tutorial, chain="wheel"),
@@ -261,7 +262,8 @@ class Checks:
         self._gate.run(self._uv, *words)
 
     def _pytest(self, bin_: Path, *options: str) -> tuple[str | Path, ...]:
-        return (bin_ / "pytest", "-q", "-p", "no:cacheprovider", "-n", JOBS, *options)
+        jobs = "0" if self._gate.has_one_core else JOBS
+        return (bin_ / "pytest", "-q", "-p", "no:cacheprovider", "-n", jobs, *options)
 
     # Tests of this checkout
 
@@ -332,7 +334,7 @@ class Checks:
         older = ("transformers", "huggingface_hub", "tokenizers", "pandas")
         bin_ = self._environment(OLDEST, "dev,benchmarks", unpinned=older)
         kvpress = "tests/lab/bench/contenders/test_kvpress.py"
-        options = ("-n", "0", "-k", "kvpress_itself")
+        options = ("-k", "kvpress_itself")
         gate.pytest(*self._pytest(bin_, *options), tests=[kvpress], may_skip=False)
 
     def newest(self, gate: Gate) -> None:
@@ -384,11 +386,11 @@ class Checks:
         gate.run(".ci/gpu", gate.work / "gpu-out", *rehearsal, env=env)
 
     def ray(self, gate: Gate) -> None:
-        """One process, because it is one cluster of two nodes, of which tests kill one."""
+        """In one process: it is one cluster of two nodes, of which tests kill one."""
         bin_ = self._environment("ray", "dev,ray")
         tests = ["tests/lab/cluster", "tests/serve/test_ray_serve.py"]
         options = ("-m", "") if FULL else ALL
-        gate.pytest(*self._pytest(bin_, "-n", "0", *options), tests=tests)
+        gate.pytest(*self._pytest(bin_, *options), tests=tests)
 
     def lm_eval(self, gate: Gate) -> None:
         bin_ = self._environment("lm-eval", "dev,lm-eval")

@@ -198,7 +198,8 @@ def test_missing_tokenizer_raises() -> None:
     plan = Plan.uniform("skipkv", budget=16)
     with pytest.raises(KVPolicyError, match=r"skipkv.*tokenizer"):
         Engine(shared_model(), plan=plan).generate([[1, 2]]).results()
-    results = Engine(shared_model(), tiny_tokenizer(), plan).generate(["ab.\nc"]).results()
+    engine = Engine(shared_model(), tiny_tokenizer(), plan)
+    results = engine.generate(["ab.\nc"], max_new_tokens=4).results()
     assert results[0].error is None
 
 
