@@ -10,7 +10,6 @@ import numpy as np
 from torch import Tensor
 
 from kvpolicy.cache.layouts.base import LayerCache, OpenRows
-from kvpolicy.cache.layouts.beside import OpenBeside, RowsBeside
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.slab import KVCache
 
@@ -107,29 +106,3 @@ class StepLayout:
         for opened in self.layers.values():
             opened.discard()
         self.layers = {}
-
-
-class StepBeside(StepLayout):
-    """A forward of tokens that might follow, equally many in each slot, of which no trace is left.
-
-    Their rows are beside the slabs, together with those of such forwards before; its commit makes
-    them rows there.
-    """
-
-    def __init__(
-        self, cache: KVCache, slots: Sequence[int], length: int, beside: RowsBeside
-    ) -> None:
-        """Serve slots, with so many tokens each."""
-        self._beside = beside
-        super().__init__(cache, slots, [length] * len(slots))
-
-    def commit(self) -> None:
-        """Count the tokens among those beside the slabs."""
-        self._beside.num_done += self.width
-
-    def _seen(self, cache: KVCache, slots: np.ndarray) -> np.ndarray:
-        seen: np.ndarray = cache.seq_len[slots] + self._beside.num_done
-        return seen
-
-    def _open(self, layer: LayerCache) -> OpenRows:
-        return OpenBeside(layer, self.tokens, self._beside)

@@ -4,6 +4,8 @@ The stores round numbers, so what they give is compared with a store of full pre
 alike: tokens and kept rows are equal to the bit, in every layout.
 """
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -228,3 +230,25 @@ def test_a_state_is_copied_with_its_slot(cache: KVCache) -> None:
     assert wider.capacity.tolist() == [9, 0, 9, 0]
     assert states_of(wider) == [[11, 10], [21, 20]]
     assert torch.equal(wider.layers[2].keys[0, :, :6], cache.layers[2].keys[2])
+
+
+def test_a_layout_that_no_layer_needs_is_not_imported() -> None:
+    """In a process of its own: each plan brings in its own layout, and no other."""
+    code = """
+import sys, torch
+from kvpolicy.cache.slab import KVCache, LayerShape, Slab
+def names():
+    found = [name.rpartition(".")[2] for name in sys.modules if ".cache.layouts." in name]
+    return sorted({"ragged", "window", "prompt_kept"} & set(found))
+plain, shared, kept = Slab(4), Slab(4, ragged=True), Slab(4, room=2)
+for window, slab in ((None, plain), (None, shared), (3, plain), (None, kept)):
+    KVCache([LayerShape(2, 2, 4, torch.float32, torch.device("cpu"), window)], [slab], 1)
+    print(*names())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:4] == [
+        "",
+        "ragged",
+        "ragged window",
+        "prompt_kept ragged window",
+    ]

@@ -1,6 +1,6 @@
 """Probing: the queries of tokens that might follow, computed before a compaction.
 
-A probe is a forward beside the cache (`kvpolicy.cache.layouts.beside`) of tokens that a policy
+A probe is a forward beside the cache (`kvpolicy.cache.beside`) of tokens that a policy
 names, or that the model likes best. It changes nothing of the sequence.
 """
 
@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.layout import StepBeside
-from kvpolicy.cache.layouts.beside import RowsBeside
+from kvpolicy.cache.beside import RowsBeside, StepBeside
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.engine.requests.sequence import Sequence

@@ -3,14 +3,16 @@
 Slabs, tracks, rings of queries and counts are read only, so there is nothing to put back.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.layouts.base import LayerCache, OpenRows
 from kvpolicy.cache.layouts.tokens import NewTokens
+from kvpolicy.cache.slab import KVCache
 from kvpolicy.devices import upload
 
 
@@ -104,3 +106,29 @@ class OpenBeside(OpenRows):
 
     def mark(self, name: str, numbers: Tensor) -> None:
         """Rows beside the slabs have no tracks."""
+
+
+class StepBeside(StepLayout):
+    """A forward of tokens that might follow, equally many in each slot, of which no trace is left.
+
+    Their rows are beside the slabs, together with those of such forwards before; its commit makes
+    them rows there.
+    """
+
+    def __init__(
+        self, cache: KVCache, slots: Sequence[int], length: int, beside: RowsBeside
+    ) -> None:
+        """Serve slots, with so many tokens each."""
+        self._beside = beside
+        super().__init__(cache, slots, [length] * len(slots))
+
+    def commit(self) -> None:
+        """Count the tokens among those beside the slabs."""
+        self._beside.num_done += self.width
+
+    def _seen(self, cache: KVCache, slots: np.ndarray) -> np.ndarray:
+        seen: np.ndarray = cache.seq_len[slots] + self._beside.num_done
+        return seen
+
+    def _open(self, layer: LayerCache) -> OpenRows:
+        return OpenBeside(layer, self.tokens, self._beside)
