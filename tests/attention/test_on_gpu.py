@@ -41,7 +41,7 @@ def test_engine_keeps_the_same_rows_with_triton(name: str, monkeypatch: pytest.M
 
     counted(TritonBackend, "compact")
     counted(triton_redundancy, "key_redundancy")
-    monkeypatch.setattr("kvpolicy.cache.rows.backend_for", lambda *_: TritonBackend)
+    monkeypatch.setattr("kvpolicy.cache.layouts.even.backend_for", lambda *_: TritonBackend)
     monkeypatch.setattr("kvpolicy.toolkit.redundancy.runs_in_triton", lambda _: True)
     assert positions_and_tokens(name) == expected
     assert set(calls) == {"compact", "key_redundancy"} if name == "rkv" else {"compact"}
