@@ -29,10 +29,10 @@ weights are shares of what the model attends to, the prompt's rows included.
 forward; `protect`, `score`, `select` and `evict` at compactions, `probe` before them; `observe`
 for every buffer of tokens and before a compaction, and so is `mark`, which in prefill runs within
 the forward. Inside the decode step run only `steer`, and `mark` of policies that declare
-``marks_in_step = True``. If all policies that implement `due`, `protect`, `score` and `select`
-declare ``layers_alike = True``, these are called for several layers at once: an entry of the batch
-axis is a sequence in a layer then, and ``layer_idx`` the first layer. A policy whose knobs make one
-of its hooks unnecessary lists the hook in ``inactive_hooks``; it is not called then.
+``marks_in_step = True``. Unless some policy names ``layer_idx`` or ``bound`` in `due`, `protect`,
+`score` or `select`, these are called for several layers at once: an entry of the batch axis is a
+sequence in a layer then. A hook that some knobs make unnecessary is declared with
+``@hookimpl(when="NAME")``: it is there only where that attribute of the policy is true.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ from torch import Tensor
 
 from kvpolicy.cache.rows import LayerRows, Tracks
 from kvpolicy.markers import hookspec
-from kvpolicy.state import LayerWeights, Memory, Parts, Probe, Registers, WaitingRequest
+from kvpolicy.state import Bound, LayerWeights, Memory, Parts, Probe, Registers, WaitingRequest
 
 
 @hookspec(firstresult=True)
@@ -73,9 +73,8 @@ def bind(layer_idx: int, weights: LayerWeights) -> Any:
     """Read the weights of one layer's attention.
 
     Called once for each layer, when an engine is built. Every policy that implements it is called
-    on its own, and what it returns is its argument `bound` of `mark` and `score` in that layer;
-    the policy itself stays a value. If a policy of a stack implements it, layers are not asked
-    together.
+    on its own, and in that layer `mark` and `score` find what it returns in their argument `bound`;
+    the policy itself stays a value.
 
     Args:
         layer_idx: Decoder layer, counted from 0.
@@ -114,7 +113,7 @@ def schedule(
 
 @hookspec
 def mark(
-    layer_idx: int, states: Tensor, keys: Tensor, values: Tensor, positions: Tensor, bound: Any
+    layer_idx: int, states: Tensor, keys: Tensor, values: Tensor, positions: Tensor, bound: Bound
 ) -> Mapping[str, Tensor] | None:
     """Give new rows of one layer numbers that move with them.
 
@@ -132,7 +131,8 @@ def mark(
         keys: Keys after RoPE, ``[N, H_kv, D]``. Read only.
         values: Values, ``[N, H_kv, D]``. Read only.
         positions: Position of each token in its sequence, ``[N]``, int64.
-        bound: What `bind` of the same policy has returned for this layer.
+        bound: ``bound.of(self)`` is what the policy's own `bind` has returned for this layer;
+            ``None`` if it does not implement `bind`.
 
     Returns:
         Numbers for the rows of these tokens, ``[N, H_kv]``, floating point, by the name of a track
@@ -309,7 +309,7 @@ def score(
     tracks: Tracks,
     memory: Memory,
     parts: Parts,
-    bound: Any,
+    bound: Bound,
 ) -> Tensor | None:
     """Score how important it is to keep each row of one layer.
 
@@ -354,8 +354,8 @@ def score(
         memory: The policy's own dict for each sequence: ``memory.of(self)[b]``.
         parts: ``parts.of(self)`` calls the policies that this one combines, in the order of
             its attribute ``parts``; a list of ``[B, H_kv, T]``, fp32.
-        bound: What `bind` of the same policy has returned for this layer; ``None`` if it does not
-            implement `bind`.
+        bound: ``bound.of(self)`` is what the policy's own `bind` has returned for this layer; see
+            `mark`.
 
     Returns:
         Scores ``[B, H_kv, T]``, floating point, higher stays. ``-inf`` makes a row leave first;

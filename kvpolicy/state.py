@@ -120,7 +120,7 @@ def _projected(
 
 
 class Bound:
-    """What the policies of a layer have made of its weights in `bind`."""
+    """What the policies of one layer have made of its weights in `bind`."""
 
     def __init__(self, values: Mapping[int, Any] | None = None) -> None:
         self._values = values or {}

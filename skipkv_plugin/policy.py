@@ -100,7 +100,6 @@ class SkipKV:
             thinking is open; ``"any"``: any opening one opens it, as in the code.
     """
 
-    layers_alike: ClassVar[bool] = True
     registers: ClassVar[tuple[str, ...]] = ("inside", "strength")
 
     tau: float = attrs.field(default=0.95, validator=[_number, gt(0), le(1)])
@@ -150,11 +149,6 @@ class SkipKV:
     def steers(self) -> tuple[int, ...]:
         """The layer of the vector, if there is one."""
         return () if self._direction is None else (self._direction.layer,)
-
-    @property
-    def inactive_hooks(self) -> tuple[str, ...]:
-        """`protect`, if the prompt may leave."""
-        return () if self.protect_prompt else ("protect",)
 
     @hookimpl
     def observe(
@@ -249,7 +243,7 @@ class SkipKV:
         think = (self.think[0], self.think[1]) if self.think else None
         return Paragraphs.of(tokenizer, delimiter=self.delimiter, think=think, device=device)
 
-    @hookimpl
+    @hookimpl(when="protect_prompt")
     def protect(self, positions: Tensor, memory: Memory) -> Tensor:
         """Protect the prompt."""
         states = [own.get("state") for own in memory.of(self)]

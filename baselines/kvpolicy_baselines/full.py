@@ -17,7 +17,6 @@ class Full:
     ``2 * layers * H_kv * D * bytes`` per token.
     """
 
-    layers_alike: ClassVar[bool] = True
     bounded: ClassVar[bool] = False
 
     @hookimpl

@@ -32,7 +32,6 @@ class H2O:
             when the buffer is full.
     """
 
-    layers_alike: ClassVar[bool] = True
     gives_mass: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
@@ -44,19 +43,13 @@ class H2O:
         """The recent rows."""
         return 0, self.n_recent or 1
 
-    @property
-    def inactive_hooks(self) -> tuple[str, ...]:
-        """`due`, if the buffer decides; `protect`, if the number of recent rows is given."""
-        unused = {"due": self.every is None, "protect": self.n_recent is not None}
-        return tuple(hook for hook, is_unused in unused.items() if is_unused)
-
-    @hookimpl
+    @hookimpl(when="every")
     def due(self, num_rows: Tensor, budget: int) -> Tensor:
         """Compact every ``every`` rows."""
         assert self.every is not None
         return num_rows - budget >= self.every
 
-    @hookimpl
+    @hookimpl(when=lambda self: self.n_recent is None)
     def protect(self, positions: Tensor, budget: int) -> Tensor:
         """Protect as many recent rows as half of the budget."""
         num_rows = positions.shape[2]

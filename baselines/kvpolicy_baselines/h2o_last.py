@@ -26,7 +26,6 @@ class H2OLast:
     process).
     """
 
-    layers_alike: ClassVar[bool] = True
     gives_mass: ClassVar[bool] = True
     protects: ClassVar[tuple[int, int]] = (0, 1)
 

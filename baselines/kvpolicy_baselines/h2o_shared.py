@@ -28,7 +28,6 @@ class H2OShared:
     its own buffer is full (the code counts all tokens of the process).
     """
 
-    layers_alike: ClassVar[bool] = True
     gives_mass: ClassVar[bool] = True
     protects: ClassVar[tuple[int, int]] = (0, 1)
 

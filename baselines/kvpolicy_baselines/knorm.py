@@ -49,17 +49,7 @@ class Knorm:
         """The recent rows; if some layers are skipped, `protect` says where."""
         return 0, 0 if self.skip_layers else self.n_recent
 
-    @property
-    def layers_alike(self) -> bool:
-        """Whether layers are treated alike: not if some are skipped."""
-        return not self.skip_layers
-
-    @property
-    def inactive_hooks(self) -> tuple[str, ...]:
-        """`protect`, if all layers are treated alike."""
-        return () if self.skip_layers else ("protect",)
-
-    @hookimpl
+    @hookimpl(when="skip_layers")
     def protect(self, layer_idx: int, positions: Tensor) -> Tensor | None:
         """Protect the recent rows in layers that are not skipped."""
         if layer_idx in self.skip_layers:
@@ -68,7 +58,12 @@ class Knorm:
         recent = torch.arange(num_rows, device=positions.device) >= num_rows - self.n_recent
         return recent.expand(positions.shape)
 
-    @hookimpl
-    def score(self, layer_idx: int, keys: Tensor) -> Tensor | None:
+    @hookimpl(specname="score", when="skip_layers")
+    def score_some_layers(self, layer_idx: int, keys: Tensor) -> Tensor | None:
+        """Score shorter keys higher in layers that are not skipped."""
+        return None if layer_idx in self.skip_layers else self.score(keys)
+
+    @hookimpl(when=lambda self: not self.skip_layers)
+    def score(self, keys: Tensor) -> Tensor:
         """Score shorter keys higher."""
-        return None if layer_idx in self.skip_layers else -keys.float().norm(dim=-1)
+        return -keys.float().norm(dim=-1)

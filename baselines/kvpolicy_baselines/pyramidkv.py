@@ -52,7 +52,6 @@ class PyramidKV:
             only with ``phase="prefill"``.
     """
 
-    layers_alike: ClassVar[bool] = True
     gives_mass: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = ("pyramidkv_rank",)
@@ -76,11 +75,6 @@ class PyramidKV:
         """The rows of the window."""
         return 0, self.window_size
 
-    @property
-    def inactive_hooks(self) -> tuple[str, ...]:
-        """`due`, if compactions happen when the buffer is full."""
-        return () if self.phase == "prefill" else ("due",)
-
     @hookimpl
     def allocate(
         self, layer_indices: Sequence[int], total: int, floors: Sequence[int], num_layers: int
@@ -90,7 +84,7 @@ class PyramidKV:
         depths = [layer_idx / max(num_layers - 1, 1) for layer_idx in layer_indices]
         return largest_remainder(total, [most - depth * (most - least) for depth in depths], floors)
 
-    @hookimpl
+    @hookimpl(when=lambda self: self.phase == "prefill")
     def due(self, seq_len: Tensor, prompt_len: Tensor) -> Tensor:
         """Compact once, when the prompt has been prefilled."""
         return seq_len == prompt_len

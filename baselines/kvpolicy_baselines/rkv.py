@@ -44,7 +44,6 @@ class RKV:
             ``"first"``, which in the code means the first row of the cache.
     """
 
-    layers_alike: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = ("rkv_rank",)
 
     mix_lambda: float = attrs.field(

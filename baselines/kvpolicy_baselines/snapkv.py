@@ -47,7 +47,6 @@ class SnapKV:
             only with ``phase="prefill"``.
     """
 
-    layers_alike: ClassVar[bool] = True
     gives_mass: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = ("snapkv_rank",)
@@ -70,12 +69,7 @@ class SnapKV:
         """The rows of the window."""
         return 0, self.window_size
 
-    @property
-    def inactive_hooks(self) -> tuple[str, ...]:
-        """`due`, if compactions happen when the buffer is full."""
-        return () if self.phase == "prefill" else ("due",)
-
-    @hookimpl
+    @hookimpl(when=lambda self: self.phase == "prefill")
     def due(self, seq_len: Tensor, prompt_len: Tensor) -> Tensor:
         """Compact once, when the prompt has been prefilled."""
         return seq_len == prompt_len

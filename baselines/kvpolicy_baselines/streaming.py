@@ -1,7 +1,5 @@
 """StreamingLLM: keep attention sinks and the most recent tokens."""
 
-from typing import ClassVar
-
 import attrs
 import torch
 from attrs.validators import ge, instance_of
@@ -26,8 +24,6 @@ class Streaming:
     Attributes:
         n_sink: First tokens of the sequence that always stay.
     """
-
-    layers_alike: ClassVar[bool] = True
 
     n_sink: int = attrs.field(default=4, validator=[instance_of(int), ge(0)])
 

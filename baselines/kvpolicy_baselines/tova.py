@@ -27,7 +27,6 @@ class TOVA:
         n_recent: Newest rows that always stay; 1 in kvpress' ``TOVAPress``.
     """
 
-    layers_alike: ClassVar[bool] = True
     gives_mass: ClassVar[bool] = True
 
     every: int | None = attrs.field(
@@ -41,12 +40,7 @@ class TOVA:
         """The recent rows, if any."""
         return 0, self.n_recent
 
-    @property
-    def inactive_hooks(self) -> tuple[str, ...]:
-        """`due`, if compactions happen when the buffer is full."""
-        return ("due",) if self.every is None else ()
-
-    @hookimpl
+    @hookimpl(when="every")
     def due(self, num_rows: Tensor, budget: int) -> Tensor:
         """Compact every ``every`` rows."""
         assert self.every is not None

@@ -1,7 +1,7 @@
 """What a policy declares, checked when its stack is built: its attributes, and its hooks."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import attrs
@@ -25,11 +25,33 @@ HOOKS = tuple(_SPECS)
 
 ARGUMENTS = {name: tuple(inspect.signature(value).parameters) for name, value in _SPECS.items()}
 
+# Hooks of which the first answer counts.
+FIRST_RESULT = frozenset(
+    name for name, value in _SPECS.items() if getattr(value, f"{PROJECT}_spec")["firstresult"]
+)
+
 # Methods that turn the memory of a sequence into plain data, and back; not hooks.
 PACKING = ("pack_memory", "unpack_memory")
 
 # Hooks that every policy is asked on its own, because an answer belongs to its policy.
 ASKED_EACH = ("bind", "mark")
+
+# Hooks that need an attribute, and what to write for it.
+_NEEDED = {
+    "mark": ("tracks", 'write tracks: ClassVar[tuple[str, ...]] = ("NAME",)'),
+    "probe": (
+        "probe_size",
+        "give it the most tokens of a probe, such as probe_size: ClassVar[int] = 8",
+    ),
+}
+
+# What policies declared once, and what they write in its place.
+_REPLACED = {
+    "inactive_hooks": 'write @hookimpl(when="NAME") at the hook, with the attribute that is true '
+    "where the hook is there",
+    "layers_alike": "leave it out: layers are alike to a policy whose due, protect, score and "
+    "select name neither layer_idx nor bound",
+}
 
 MAX_WINDOW = 2**16  # queries; every slot has memory for as many
 
@@ -69,10 +91,6 @@ def _has_twice(value: Any) -> bool:
 
 def _are_tracks(value: object) -> bool:
     return _are_names(value) and not any(name in ACCUMULATORS for name in value)  # type: ignore[attr-defined]
-
-
-def _are_hooks(value: object) -> bool:
-    return _is_list(value, lambda one: type(one) is str and one in HOOKS)
 
 
 def _are_counts(value: object) -> bool:
@@ -119,7 +137,6 @@ class Declarations:
         (), _are_parts, 'pairs of a name and a policy, such as [("name", policy)]'
     )
     bounded: bool = _declaration(True, _is_bool, "True or False")
-    layers_alike: bool = _declaration(False, _is_bool, "True or False")
     marks_in_step: bool = _declaration(False, _is_bool, "True or False")
     ragged: bool = _declaration(False, _is_bool, "True or False")
     needs_shared_heads: bool = _declaration(False, _is_bool, "True or False")
@@ -133,9 +150,6 @@ class Declarations:
     )
     probe_size: int = _declaration(0, _is_probe, f"a number of tokens up to {MAX_WINDOW:,}")
     cuts_prompts: bool = _declaration(True, _is_bool, "True or False")
-    inactive_hooks: tuple[str, ...] = _declaration(
-        (), _are_hooks, f"names of hooks; these are {', '.join(HOOKS)}"
-    )
 
 
 def read_declarations(who: str, policy: object) -> Declarations:
@@ -146,8 +160,12 @@ def read_declarations(who: str, policy: object) -> Declarations:
         policy: The policy.
 
     Raises:
-        PolicyLoadError: An attribute raises, or has a value of another kind.
+        PolicyLoadError: An attribute raises, has a value of another kind, or is read no more.
     """
+    for name, instead in _REPLACED.items():
+        if inspect.getattr_static(policy, name, _MISSING) is not _MISSING:
+            msg = f"{who} declares {name}, which nothing reads; {instead}"
+            raise PolicyLoadError(msg)
     found = {}
     for field in attrs.fields(Declarations):
         with plugin_code(
@@ -163,6 +181,18 @@ def read_declarations(who: str, policy: object) -> Declarations:
         found[field.name] = value
     _check_packing(who, policy)
     return Declarations(**found)
+
+
+def check_needed(who: str, declared: Declarations, hooks: Collection[str]) -> None:
+    """Check that a policy declares what the hooks that it implements need.
+
+    Raises:
+        PolicyLoadError: It does not.
+    """
+    for hook, (attribute, advice) in _NEEDED.items():
+        if hook in hooks and not getattr(declared, attribute):
+            msg = f"{who} implements {hook}() and declares no {attribute}; {advice}"
+            raise PolicyLoadError(msg)
 
 
 def _check_packing(who: str, policy: object) -> None:
@@ -196,7 +226,9 @@ def check_hooks(who: str, policy: object) -> None:
             options = hook_options(attribute)
             if options is not None and problem is None:
                 num_hooks += 1
-                problem = _hook_problem(options.get("specname") or name, attribute, options)
+                hook = options.get("specname") or name
+                problem = _hook_problem(hook, attribute, options)
+                problem = problem or _condition_problem(hook, policy, options["when"])
     if problem is not None:
         msg = f"{who} does not fit the hook specs: {problem}"
         raise PolicyLoadError(msg)
@@ -222,7 +254,9 @@ def _hook_problem(hook: str, attribute: object, options: Mapping[str, Any]) -> s
         return f"{hook}() is {shown(attribute)}, and a hook is a method written with def"
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         return f"{hook}() is async, and hooks are called without waiting; write a plain def"
-    is_wrapper = bool(options.get("wrapper") or options.get("hookwrapper"))
+    if options.get("hookwrapper"):
+        return f"{hook}() is a hookwrapper; write @hookimpl(wrapper=True), and return the answer"
+    is_wrapper = bool(options.get("wrapper"))
     if is_wrapper and hook in ASKED_EACH:
         return f"{hook}() is a wrapper, and every policy is asked for its own {hook}()"
     if inspect.isgeneratorfunction(function) != is_wrapper:
@@ -236,6 +270,24 @@ def _hook_problem(hook: str, attribute: object, options: Mapping[str, Any]) -> s
         del parameters[0]
     problems = (_parameter_problem(hook, parameter) for parameter in parameters)
     return next(filter(None, problems), None)
+
+
+def _condition_problem(hook: str, policy: object, when: object) -> str | None:
+    """Why nobody can say whether a hook is there, or ``None``."""
+    if when is None or callable(when):
+        return None
+    if not isinstance(when, str):
+        return (
+            f"{hook}() is there when {shown(when)}; give the name of an attribute, or a function "
+            "of the policy"
+        )
+    if inspect.getattr_static(policy, when, _MISSING) is not _MISSING:
+        return None
+    known = [name for name in dir(policy) if not name.startswith("_")]
+    return (
+        f"{hook}() is there when the attribute '{when}' is true, and there is none"
+        f"{nearest(when, known)}"
+    )
 
 
 def _parameter_problem(hook: str, parameter: inspect.Parameter) -> str | None:

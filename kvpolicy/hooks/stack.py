@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from itertools import chain, pairwise
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import pluggy
@@ -21,18 +21,17 @@ from kvpolicy.hooks.manager import Check, HookListener, HookManager
 from kvpolicy.hooks.protection import protected_rows
 from kvpolicy.state import Bound, LayerWeights, Memory, Parts, Probe, Registers, WaitingRequest
 
+# Those that see rows, which heads may hold in different numbers.
 _COMPACTION_HOOKS = ("protect", "score", "select", "evict")
 
 # A stack that implements one of these keeps no more rows than its budget.
 _BOUNDING_HOOKS = ("allocate", "due", *_COMPACTION_HOOKS)
 
-# Those that layers may be asked together.
+# Those that layers may be asked together, and what tells layers apart in them.
 _FOLDED_HOOKS = ("due", "protect", "score", "select")
+_OF_A_LAYER = frozenset({"layer_idx", "bound"})
 
-# Those that see rows, which heads may hold in different numbers.
-_ROW_HOOKS = _COMPACTION_HOOKS
-
-# Hooks of which the first answer counts.
+# Hooks of which the first answer counts, and is for all rows.
 _ANSWERED_ONCE = ("score", "select", "evict")
 
 _DEEPEST_PART = 4
@@ -49,31 +48,7 @@ class Stack:
 
     Attributes:
         names: Names of the policies, in order.
-        policies: The policies in order, then the parts.
-        declared: What each of them declares.
-        reads: Arguments that some policy names in `protect`, `score`, `select` or `evict`.
-        observes: Arguments that some policy names in `observe`.
-        marks: Arguments that some policy names in `mark`.
         tracks: Names of the per-row numbers that move with the rows.
-        window_size: Queries to remember; 0 if no policy reads them.
-        n_first: First tokens of a sequence that the policies protect.
-        n_last: Newest rows that the policies protect.
-        bounded: Whether the slab has a fixed size. False if a policy sets ``bounded = False``
-            or if no policy takes part in compactions.
-        even_only: Names of the policies that read or choose rows and do not declare that KV heads
-            may hold different numbers of them, parts included.
-        mass_problem: Why the scores that a policy weighs rows by are no masses; ``None``: they
-            are, or no policy does.
-        implemented: The hooks that each policy implements, in order, without those of its parts.
-        shadowed: Policies whose implementation of `score`, `select` or `evict`, no wrapper, is
-            called only where a policy listed after them has no answer: hook, policy, the other.
-        layers_alike: Whether every policy that implements `due`, `protect`, `score` or `select`
-            declares that it treats layers alike, parts included, and none implements `bind`.
-        probe_size: Tokens of a probe, at most; 0 if no policy probes.
-        steering: Names of the policies that steer, each with its layers; ``None`` stands for
-            all layers of the stack.
-        marked_in_step: Tracks that policies mark within the decode step.
-        marked_later: Tracks that policies mark after several decode steps.
     """
 
     def __init__(
@@ -96,98 +71,19 @@ class Stack:
             PolicyLoadError: A policy does not fit the hook specs, or cannot be a part.
         """
         self._manager = HookManager(policies, owner)
-        declared = self._manager.declared
         self._prefix, self._depth = prefix, depth
+        self._own = [policy for _, policy in policies]
         self.names = self._manager.names
-        own = [policy for _, policy in policies]
         self._parts: dict[int, list[Stack]] = {
-            id(policy): self._part_stacks(name, declared[id(policy)].parts)
+            id(policy): self._part_stacks(name, self._manager.declared[id(policy)].parts)
             for name, policy in policies
         }
-        self._part_list = list(chain.from_iterable(self._parts.values()))
-        self.policies: list[object] = [*own, *chain(*(part.policies for part in self._part_list))]
-        self.reads: frozenset[str] = self._arguments_of(*_COMPACTION_HOOKS).union(
-            *(part.reads for part in self._part_list)
-        )
-        self.observes: frozenset[str] = self._arguments_of("observe").union(
-            *(part.observes for part in self._part_list)
-        )
-        self.marks: frozenset[str] = self._arguments_of("mark").union(
-            *(part.marks for part in self._part_list)
-        )
-        reads_queries = self.reads & {"queries", "attn_weights"}
-        self.declared: list[Declarations] = [
-            *(declared[id(policy)] for policy in own),
-            *chain(*(part.declared for part in self._part_list)),
+        # This one, and those of all parts, however deep.
+        self._stacks: list[Stack] = [
+            self,
+            *(stack for parts in self._parts.values() for part in parts for stack in part._stacks),
         ]
-        sizes = [one.window_size for one in self.declared]
-        self.window_size: int = max(sizes) if reads_queries else 0
-        self.n_first = max((one.protects[0] for one in self.declared), default=0)
-        self.n_last = max((one.protects[1] for one in self.declared), default=0)
-        self.tracks = self._declared_tracks(self.declared[: len(own)])
-        protects = self.n_first + self.n_last > 0
-        self._asks_protect = self.implements("protect")
-        chooses = protects or any(self.implements(hook) for hook in _BOUNDING_HOOKS)
-        self.bounded = chooses and all(one.bounded for one in self.declared)
-        binds = bool(self._manager.impls("bind"))  # what is bound differs from layer to layer
-        of_parts = all(part.layers_alike for part in self._part_list)
-        asked = (impl for hook in _FOLDED_HOOKS for impl in self._manager.impls(hook))
-        own_alike = all(declared[id(impl.plugin)].layers_alike for impl in asked)
-        self.layers_alike: bool = own_alike and of_parts and not binds
-        self.probe_size: int = self._probe_size()
-        self.even_only: list[str] = [
-            *dict.fromkeys(
-                impl.plugin_name
-                for hook in _ROW_HOOKS
-                for impl in self._manager.impls(hook)
-                if not declared[id(impl.plugin)].ragged
-            ),
-            *chain.from_iterable(part.even_only for part in self._part_list),
-        ]
-        self.mass_problem: str | None = self._mass_problem()
-        self.implemented: list[frozenset[str]] = [
-            frozenset(
-                hook
-                for hook in HOOKS
-                if any(impl.plugin is policy for impl in self._manager.impls(hook))
-            )
-            for policy in own
-        ]
-        self.shadowed: list[tuple[str, str, str]] = [
-            *self._shadowed(),
-            *chain.from_iterable(part.shadowed for part in self._part_list),
-        ]
-        self.steering: list[tuple[str, Sequence[int] | None]] = [
-            *(
-                (impl.plugin_name, declared[id(impl.plugin)].steers)
-                for impl in self._manager.impls("steer")
-            ),
-            *chain.from_iterable(part.steering for part in self._part_list),
-        ]
-        # Implementations of `mark`, by whether they are called within the decode step.
-        self._marking: dict[bool, list[pluggy.HookImpl]] = {True: [], False: []}
-        for impl in self._manager.impls("mark"):
-            one = declared[id(impl.plugin)]
-            if not one.tracks:
-                msg = (
-                    f"policy '{impl.plugin_name}'{owner} implements mark() and declares no tracks; "
-                    'write tracks: ClassVar[tuple[str, ...]] = ("NAME",)'
-                )
-                raise PolicyLoadError(msg)
-            self._marking[one.marks_in_step].append(impl)
-        self.marked_in_step = self._marked(in_step=True)
-        self.marked_later = self._marked(in_step=False)
-
-    def _marked(self, *, in_step: bool) -> tuple[str, ...]:
-        own = [
-            self._prefix + track
-            for impl in self._marking[in_step]
-            for track in self._manager.declared[id(impl.plugin)].tracks
-        ]
-        of_parts = (
-            part.marked_in_step if in_step else part.marked_later for part in self._part_list
-        )
-        return (*own, *chain.from_iterable(of_parts))
+        self.tracks = self._all_tracks()
 
     def _part_stacks(self, name: str, parts: Sequence[tuple[str, object]]) -> list["Stack"]:
         """A stack for each part of a policy, with tracks of its own."""
@@ -218,95 +114,95 @@ class Stack:
             return "implements no score(), so it cannot be a part of another policy"
         return None
 
-    def _mass_problem(self) -> str | None:
-        """Why a policy that needs masses gets other scores; of parts, too."""
-        impls = self._manager.impls("score")  # wrappers first, as they are called
-        for place, impl in enumerate(impls):
-            if not self._manager.declared[id(impl.plugin)].needs_mass:
-                continue
-            who = f"policy '{impl.plugin_name}'{self._manager.owner}"
-            needs = f"{who} needs scores that are masses, such as sums of attention weights"
-            advice = "list it with a policy that scores and declares gives_mass = True"
-            below = impls[place + 1 :]
-            plain = [one for one in below if not (one.wrapper or one.hookwrapper)]
-            if not plain:
-                return f"{needs}, and no policy below it scores; {advice}"
-            wrapping = [one for one in below if one.wrapper or one.hookwrapper]
-            for one in (*wrapping, plain[0]):
-                if not self._manager.declared[id(one.plugin)].gives_mass:
-                    return f"{needs}, and those of '{one.plugin_name}' are not; {advice}"
-        return next(filter(None, (part.mass_problem for part in self._part_list)), None)
+    def _all_tracks(self) -> tuple[str, ...]:
+        """Names of the tracks of the stack and its parts; raises if there is one twice."""
+        tracks = [name for name in ACCUMULATORS if name in self.reads]
+        for stack in self._stacks:
+            for name, policy in zip(stack.names, stack._own, strict=True):
+                for track in stack._tracks_of(policy):
+                    if track in tracks:
+                        msg = (
+                            f"policy '{name}' declares track '{track}', which the stack has already"
+                        )
+                        raise PolicyLoadError(msg)
+                    tracks.append(track)
+        return tuple(tracks)
 
-    def _shadowed(self) -> Iterator[tuple[str, str, str]]:
-        for hook in _ANSWERED_ONCE:
-            plain = [
-                impl for impl in self._manager.impls(hook) if not (impl.wrapper or impl.hookwrapper)
-            ]
-            for above, below in pairwise(plain):
-                yield hook, below.plugin_name, above.plugin_name
+    def _tracks_of(self, policy: object) -> list[str]:
+        """Names in the cache of the tracks that a policy of this stack declares."""
+        return [self._prefix + track for track in self._manager.declared[id(policy)].tracks]
 
-    def _probe_size(self) -> int:
-        sizes = [part.probe_size for part in self._part_list]
-        for impl in self._manager.impls("probe"):
-            size = self._manager.declared[id(impl.plugin)].probe_size
-            if not size:
-                msg = (
-                    f"policy '{impl.plugin_name}'{self._manager.owner} implements probe() and "
-                    "declares no probe_size; give it the most tokens of a probe, such as "
-                    "probe_size: ClassVar[int] = 8"
-                )
-                raise PolicyLoadError(msg)
-            sizes.append(size)
-        return max(sizes, default=0)
+    # What the policies are
 
-    def _arguments_of(self, *hooks: str) -> frozenset[str]:
-        impls = (impl for hook in hooks for impl in self._manager.impls(hook))
-        return frozenset(argument for impl in impls for argument in impl.argnames)
+    @cached_property
+    def policies(self) -> list[object]:
+        """The policies in order, then the parts."""
+        return [policy for stack in self._stacks for policy in stack._own]
 
-    def _declared_tracks(self, own: Sequence[Declarations]) -> tuple[str, ...]:
-        declared = [name for name in ACCUMULATORS if name in self.reads]
-        owned = [
-            (name, self._prefix + track)
-            for name, one in zip(self.names, own, strict=True)
-            for track in one.tracks
+    @cached_property
+    def declared(self) -> list[Declarations]:
+        """What each of `policies` declares."""
+        return [
+            stack._manager.declared[id(policy)] for stack in self._stacks for policy in stack._own
         ]
-        of_parts = [(part.names[0], track) for part in self._part_list for track in part.tracks]
-        for name, track in owned + [pair for pair in of_parts if pair[1] not in ACCUMULATORS]:
-            if track in declared:
-                msg = f"policy '{name}' declares track '{track}', which the stack has already"
-                raise PolicyLoadError(msg)
-            declared.append(track)
-        return tuple(declared)
 
-    def implements(self, hook: str) -> bool:
-        """Whether a policy or part, and not only the defaults, implements a hook."""
-        return bool(self._manager.impls(hook)) or any(
-            part.implements(hook) for part in self._part_list
-        )
+    @cached_property
+    def implemented(self) -> list[frozenset[str]]:
+        """The hooks that each policy of the stack implements, in order, without its parts."""
+        impls = {hook: self._manager.impls(hook) for hook in HOOKS}
+        return [
+            frozenset(
+                hook for hook, of_hook in impls.items() if any(i.plugin is policy for i in of_hook)
+            )
+            for policy in self._own
+        ]
 
-    def arguments(self, hook: str) -> frozenset[str]:
-        """Arguments that some policy or part names in a hook."""
-        of_parts = (part.arguments(hook) for part in self._part_list)
-        return self._arguments_of(hook).union(*of_parts)
+    def implements(self, *hooks: str) -> bool:
+        """Whether a policy or part, and not only the defaults, implements one of the hooks."""
+        return any(stack._manager.impls(hook) for stack in self._stacks for hook in hooks)
 
-    @property
-    def folds(self) -> bool:
-        """Whether layers may be asked together; not while calls are recorded layer by layer."""
-        return self.layers_alike and not self.is_recorded
+    def arguments(self, *hooks: str) -> frozenset[str]:
+        """Arguments that some policy or part names in one of the hooks."""
+        return frozenset(name for impl, _ in self._impls(*hooks) for name in impl.argnames)
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a listener receives the hook calls."""
-        return self._manager.is_recorded
+    def _impls(self, *hooks: str) -> Iterator[tuple[pluggy.HookImpl, Declarations]]:
+        """Implementations of hooks, and what their policies declare; those of parts come last."""
+        for stack in self._stacks:
+            for hook in hooks:
+                for impl in stack._manager.impls(hook):
+                    yield impl, stack._declared_of(impl)
 
-    def is_steered(self, layer_idx: int) -> bool:
-        """Whether a policy steers this layer."""
-        return any(layers is None or layer_idx in layers for _, layers in self.steering)
+    def _declared_of(self, impl: pluggy.HookImpl) -> Declarations:
+        return self._manager.declared[id(impl.plugin)]
 
-    @property
-    def is_marked(self) -> bool:
-        """Whether a policy marks new rows."""
-        return bool(self.marked_in_step or self.marked_later)
+    # What they ask for
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """Arguments that some policy names in `protect`, `score`, `select` or `evict`."""
+        return self.arguments(*_COMPACTION_HOOKS)
+
+    @cached_property
+    def observes(self) -> frozenset[str]:
+        """Arguments that some policy names in `observe`."""
+        return self.arguments("observe")
+
+    @cached_property
+    def marks(self) -> frozenset[str]:
+        """Arguments that some policy names in `mark`."""
+        return self.arguments("mark")
+
+    @cached_property
+    def window_size(self) -> int:
+        """Queries to remember; 0 if no policy reads them."""
+        if not self.reads & {"queries", "attn_weights"}:
+            return 0
+        return max(one.window_size for one in self.declared)
+
+    @cached_property
+    def probe_size(self) -> int:
+        """Tokens of a probe, at most; 0 if no policy probes."""
+        return max((one.probe_size for _, one in self._impls("probe")), default=0)
 
     def slab(self, capacity: int, room: int | None = None, heads: str = "own") -> Slab:
         """What the cache of a layer must hold for the policies of this stack; see `Slab`."""
@@ -318,14 +214,151 @@ class Stack:
             ragged=heads == "shared",
         )
 
+    # What they promise
+
+    @cached_property
+    def n_first(self) -> int:
+        """First tokens of a sequence that the policies protect."""
+        return max((one.protects[0] for one in self.declared), default=0)
+
+    @cached_property
+    def n_last(self) -> int:
+        """Newest rows that the policies protect."""
+        return max((one.protects[1] for one in self.declared), default=0)
+
+    @cached_property
+    def bounded(self) -> bool:
+        """Whether the slab has a fixed size.
+
+        False if a policy sets ``bounded = False`` or if no policy takes part in compactions.
+        """
+        chooses = self.n_first + self.n_last > 0 or self.implements(*_BOUNDING_HOOKS)
+        return chooses and all(one.bounded for one in self.declared)
+
+    @cached_property
+    def layers_alike(self) -> bool:
+        """Whether no policy can tell layers apart where it chooses rows, parts included."""
+        return not self.arguments(*_FOLDED_HOOKS) & _OF_A_LAYER
+
+    @property
+    def folds(self) -> bool:
+        """Whether layers may be asked together; not while calls are recorded layer by layer."""
+        return self.layers_alike and not self.is_recorded
+
+    @cached_property
+    def even_only(self) -> list[str]:
+        """Names of the policies that read or choose rows, and need as many in each KV head.
+
+        Those that do not declare `ragged`, parts included.
+        """
+        impls = self._impls(*_COMPACTION_HOOKS)
+        return [*dict.fromkeys(impl.plugin_name for impl, one in impls if not one.ragged)]
+
+    @cached_property
+    def mass_problem(self) -> str | None:
+        """Why the scores that a policy weighs rows by are no masses.
+
+        ``None``: they are, or no policy does.
+        """
+        return next(filter(None, (stack._mass_problem() for stack in self._stacks)), None)
+
+    def _mass_problem(self) -> str | None:
+        """The same for the policies of this stack alone."""
+        impls = self._manager.impls("score")  # wrappers first, as they are called
+        for place, impl in enumerate(impls):
+            if not self._declared_of(impl).needs_mass:
+                continue
+            who = f"policy '{impl.plugin_name}'{self._manager.owner}"
+            needs = f"{who} needs scores that are masses, such as sums of attention weights"
+            advice = "list it with a policy that scores and declares gives_mass = True"
+            below = impls[place + 1 :]
+            plain = [one for one in below if not one.wrapper]
+            if not plain:
+                return f"{needs}, and no policy below it scores; {advice}"
+            wrapping = [one for one in below if one.wrapper]
+            for one in (*wrapping, plain[0]):
+                if not self._declared_of(one).gives_mass:
+                    return f"{needs}, and those of '{one.plugin_name}' are not; {advice}"
+        return None
+
+    @cached_property
+    def shadowed(self) -> list[tuple[str, str, str]]:
+        """Policies whose `score`, `select` or `evict`, no wrapper, has its turn only sometimes.
+
+        That is where a policy listed after them has no answer: hook, policy, the other.
+        """
+        return [
+            (hook, below.plugin_name, above.plugin_name)
+            for stack in self._stacks
+            for hook in _ANSWERED_ONCE
+            for above, below in pairwise(
+                impl for impl in stack._manager.impls(hook) if not impl.wrapper
+            )
+        ]
+
+    # Which of them act within the decode step
+
+    @cached_property
+    def steering(self) -> list[tuple[str, Sequence[int] | None]]:
+        """Names of the policies that steer, each with its layers; ``None``: all of the stack."""
+        return [(impl.plugin_name, one.steers) for impl, one in self._impls("steer")]
+
+    def is_steered(self, layer_idx: int) -> bool:
+        """Whether a policy steers this layer."""
+        return any(layers is None or layer_idx in layers for _, layers in self.steering)
+
+    @cached_property
+    def marked_in_step(self) -> tuple[str, ...]:
+        """Tracks that policies mark within the decode step."""
+        return self._marked(in_step=True)
+
+    @cached_property
+    def marked_later(self) -> tuple[str, ...]:
+        """Tracks that policies mark after several decode steps."""
+        return self._marked(in_step=False)
+
+    def _marked(self, *, in_step: bool) -> tuple[str, ...]:
+        return tuple(
+            track
+            for stack in self._stacks
+            for impl in stack._marking(in_step)
+            for track in stack._tracks_of(impl.plugin)
+        )
+
+    def _marking(self, in_step: bool | None) -> list[pluggy.HookImpl]:
+        """Own implementations of `mark`, all or by whether they are called within the step."""
+        impls = self._manager.impls("mark")
+        return [
+            impl
+            for impl in impls
+            if in_step is None or self._declared_of(impl).marks_in_step is in_step
+        ]
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether a policy marks new rows."""
+        return self.implements("mark")
+
+    # Recording
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a listener receives the hook calls."""
+        return self._manager.is_recorded
+
     @contextmanager
     def listening(self, listener: HookListener) -> Iterator[None]:
         """Pass every hook call, of parts too, to a listener inside a ``with`` block."""
         with ExitStack() as listeners:
-            listeners.enter_context(self._manager.listening(listener))
-            for part in self._part_list:
-                listeners.enter_context(part.listening(listener))
+            for stack in self._stacks:
+                listeners.enter_context(stack._manager.listening(listener))
             yield
+
+    # Asking them
+
+    def _asked(self, hook: str) -> Iterator["Stack"]:
+        """This stack and those of parts, where a policy implements a hook."""
+        return (stack for stack in self._stacks if stack._manager.impls(hook))
 
     def allocate(
         self, layer_indices: Sequence[int], budget: int, floors: Sequence[int], num_layers: int
@@ -361,28 +394,21 @@ class Stack:
 
     def observe(self, **arguments: Any) -> None:
         """Show the policies the newest tokens of one sequence."""
-        self._manager.ask("observe", None, checks.observe_problem, **arguments)
-        for part in self._part_list:
-            part.observe(**arguments)
+        for stack in self._asked("observe"):
+            stack._manager.ask("observe", None, checks.observe_problem, **arguments)
 
     def bind(self, layer_idx: int, weights: LayerWeights) -> Bound:
         """What policies and parts make of the weights of a layer."""
-        return Bound(self._bound(layer_idx, weights))
-
-    def _bound(self, layer_idx: int, weights: LayerWeights) -> dict[int, Any]:
-        impls = self._manager.impls("bind")
-        answers = []
-        if impls:
-            check = checks.BindCheck(weights)
+        bound: dict[int, Any] = {}
+        for stack in self._asked("bind"):
+            impls, check = stack._manager.impls("bind"), checks.BindCheck(weights)
             asked = [(impl, check) for impl in impls]
             try:
-                answers = self._manager.ask_each("bind", layer_idx, asked, weights=weights)
+                answers = stack._manager.ask_each("bind", layer_idx, asked, weights=weights)
             finally:
                 check(None)  # a policy that raises may have changed them, too
-        bound = {id(impl.plugin): one for impl, one in zip(impls, answers, strict=True)}
-        for part in self._part_list:
-            bound |= part._bound(layer_idx, weights)
-        return bound
+            bound |= {id(impl.plugin): one for impl, one in zip(impls, answers, strict=True)}
+        return Bound(bound)
 
     def mark(
         self, layer_idx: int, *, in_step: bool | None = None, **arguments: Any
@@ -395,22 +421,16 @@ class Stack:
             arguments: The other arguments of the hook.
         """
         keys: Tensor = arguments["keys"]
-        asked = [
-            (impl, self._mark_check(impl.plugin, keys))
-            for kind in ((True, False) if in_step is None else (in_step,))
-            for impl in self._marking[kind]
-        ]
-        marks = {
-            self._prefix + name: numbers
-            for answer in self._manager.ask_each("mark", layer_idx, asked, **arguments)
-            for name, numbers in (answer or {}).items()
-        }
-        for part in self._part_list:
-            marks |= part.mark(layer_idx, in_step=in_step, **arguments)
+        marks = {}
+        for stack in self._asked("mark"):
+            asked = [(impl, stack._mark_check(impl, keys)) for impl in stack._marking(in_step)]
+            for answer in stack._manager.ask_each("mark", layer_idx, asked, **arguments):
+                for name, numbers in (answer or {}).items():
+                    marks[stack._prefix + name] = numbers
         return marks
 
-    def _mark_check(self, policy: object, keys: Tensor) -> Check:
-        tracks, shape = self._manager.declared[id(policy)].tracks, keys.shape[:2]
+    def _mark_check(self, impl: pluggy.HookImpl, keys: Tensor) -> Check:
+        tracks, shape = self._declared_of(impl).tracks, keys.shape[:2]
         return lambda answer: checks.mark_problem(answer, tracks, shape, keys.device)
 
     def steer(
@@ -424,53 +444,49 @@ class Stack:
         memory: Memory,
     ) -> Tensor | None:
         """Sum of all changes to the states that enter a layer, ``[B, M]``, or ``None``."""
-
-        def check(answers: object) -> str | None:
-            listed = answers if isinstance(answers, list) else [answers]
-            problems = (checks.steer_problem(answer, hidden_states) for answer in listed)
-            return next(filter(None, problems), None)
-
-        arguments: dict[str, Any] = {
-            "hidden_states": hidden_states,
-            "token_ids": token_ids,
-            "tokenizer": tokenizer,
-            "registers": registers,
-            "memory": memory,
-        }
-        changes: list[Tensor] = self._manager.ask("steer", layer_idx, check, **arguments)
-        for part in self._part_list:
-            change = part.steer(layer_idx, **arguments)
-            changes += [] if change is None else [change]
+        check = _each(lambda answer: checks.steer_problem(answer, hidden_states))
+        changes: list[Tensor] = []
+        for stack in self._asked("steer"):
+            changes += stack._manager.ask(
+                "steer",
+                layer_idx,
+                check,
+                hidden_states=hidden_states,
+                token_ids=token_ids,
+                tokenizer=tokenizer,
+                registers=registers,
+                memory=memory,
+            )
         return sum(changes[1:], changes[0]) if changes else None
 
     def probe(self, vocab_size: int, **arguments: Any) -> Probe | None:
         """The probe of one sequence, or ``None`` if no policy answers."""
-        answer: Probe | None = self._manager.ask(
-            "probe",
-            None,
-            lambda answer: checks.probe_problem(answer, self.probe_size, vocab_size),
-            optional=True,
-            **arguments,
-        )
-        if answer is not None:
+
+        def ask(stack: Stack) -> Probe | None:
+            def check(answer: object) -> str | None:
+                return checks.probe_problem(answer, stack.probe_size, vocab_size)
+
+            answer: Probe | None = stack._manager.ask(
+                "probe", None, check, optional=True, **arguments
+            )
             return answer
-        answers = (part.probe(vocab_size, **arguments) for part in self._part_list)
-        return next((answer for answer in answers if answer is not None), None)
+
+        return next(filter(None, map(ask, self._asked("probe"))), None)
 
     def due(self, layer_idx: int, **arguments: Any) -> Tensor | None:
         """Which sequences are due, bool ``[B]``, or ``None`` if no policy answers."""
         num_sequences = arguments["num_rows"].shape[0]
-        answer: Tensor | None = self._manager.ask(
-            "due",
-            layer_idx,
-            lambda answer: checks.due_problem(answer, num_sequences),
-            optional=True,
-            **arguments,
-        )
-        if answer is not None:
-            return answer
-        answers = (part.due(layer_idx, **arguments) for part in self._part_list)
-        return next((answer for answer in answers if answer is not None), None)
+
+        def check(answer: object) -> str | None:
+            return checks.due_problem(answer, num_sequences)
+
+        for stack in self._asked("due"):
+            answer: Tensor | None = stack._manager.ask(
+                "due", layer_idx, check, optional=True, **arguments
+            )
+            if answer is not None:
+                return answer
+        return None
 
     def protected(
         self, layer_idx: int, positions: Tensor, budget: int, **arguments: Any
@@ -483,22 +499,13 @@ class Stack:
             budget: Rows that stay.
             arguments: The other arguments of `protect`.
         """
-        arguments |= {"positions": positions, "budget": budget}
-        answers = self._protect(layer_idx, arguments) if self._asks_protect else []
+        check = _each(lambda answer: checks.protect_problem(answer, positions))
+        answers: list[Tensor] = []
+        for stack in self._asked("protect"):
+            answers += stack._manager.ask(
+                "protect", layer_idx, check, positions=positions, budget=budget, **arguments
+            )
         return protected_rows(positions, self.n_first, self.n_last, answers, budget)
-
-    def _protect(self, layer_idx: int, arguments: dict[str, Any]) -> list[Tensor]:
-        """The answers to `protect` of policies and parts."""
-        positions = arguments["positions"]
-
-        def check(answers: object) -> str | None:
-            listed = answers if isinstance(answers, list) else [answers]
-            problems = (checks.protect_problem(answer, positions) for answer in listed)
-            return next(filter(None, problems), None)
-
-        answers: list[Tensor] = self._manager.ask("protect", layer_idx, check, **arguments)
-        of_parts = (part._protect(layer_idx, arguments) for part in self._part_list)
-        return [*answers, *chain.from_iterable(of_parts)]
 
     def score(
         self,
@@ -515,19 +522,14 @@ class Stack:
             arguments: The other arguments of the hook.
             late: Keeps answers whose values are checked later; ``None``: they are now.
         """
-        shape, device = rows.positions.shape, rows.positions.device
 
         def caller(part: Stack) -> Callable[[], Tensor]:
             return partial(part.score, rows, layer_idx, arguments, late)
 
         parts = {key: [caller(part) for part in parts] for key, parts in self._parts.items()}
-        scores: Tensor = self._manager.ask(
-            "score",
-            layer_idx,
-            checks.scores_check(shape, device),
-            late=late,
-            **arguments | {"tracks": rows.tracks.within(self._prefix), "parts": Parts(parts)},
-        )
+        own = {"tracks": rows.tracks.within(self._prefix), "parts": Parts(parts)}
+        check = checks.scores_check(rows.positions.shape, rows.positions.device)
+        scores: Tensor = self._manager.ask("score", layer_idx, check, late=late, **arguments | own)
         return scores.float()
 
     def select(self, layer_idx: int, late: LateChecks | None = None, **arguments: Any) -> Tensor:
@@ -553,12 +555,15 @@ class Stack:
         late: LateChecks | None = None,
     ) -> None:
         """Remove the rows that do not stay."""
-        self._manager.ask(
-            "evict",
-            layer_idx,
-            checks.evict_check(rows, keep),
-            late=late,
-            rows=rows,
-            keep=keep,
-            memory=memory,
-        )
+        check = checks.evict_check(rows, keep)
+        self._manager.ask("evict", layer_idx, check, late=late, rows=rows, keep=keep, memory=memory)
+
+
+def _each(check: Check) -> Check:
+    """The check of each of the answers of a hook that all policies answer."""
+
+    def problem(answers: object) -> str | None:
+        listed = answers if isinstance(answers, list) else [answers]
+        return next(filter(None, map(check, listed)), None)
+
+    return problem

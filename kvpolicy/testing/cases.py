@@ -112,7 +112,6 @@ class LongKeys:
     Lengths serve as masses where a policy needs these.
     """
 
-    layers_alike: ClassVar[bool] = True
     gives_mass: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
@@ -126,7 +125,6 @@ class LongKeys:
 class ShareRows:
     """Keeps the best rows of all heads that share a budget, and the best one of each."""
 
-    layers_alike: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
     @hookimpl

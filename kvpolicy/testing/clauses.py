@@ -35,7 +35,7 @@ CLAUSES = {
     "chunks": "Answers do not depend on the chunks in which a prompt is prefilled.",
     "slots": "Answers do not depend on the slot of a sequence.",
     "neighbours": "Answers do not depend on the sequences in the other slots.",
-    "layers": "With `layers_alike`, answers do not depend on whether layers are asked together.",
+    "layers": "Layers that no hook tells apart get the same answers together as one by one.",
     "schedule": "`schedule` admits waiting requests as its spec says, until none is left.",
     "knobs": "Knobs written to a plan and read again make the same policy.",
 }
@@ -56,7 +56,7 @@ _SKIPPED = {
     "tracks": "it has no tracks and does not implement evict",
     "prefixes": "it declares cuts_prompts = False",
     "probe": "it does not implement probe",
-    "layers": "it does not declare layers_alike, or does not choose which rows stay",
+    "layers": "its hooks tell layers apart, or it does not choose which rows stay",
     "schedule": "it does not implement schedule",
     "knobs": "it is not an attrs class, so that its knobs cannot be read",
 }

@@ -559,12 +559,13 @@ def _classify_dependence(trial: Trial, error: BatchDependenceError) -> str:
         ends = range(2, len(first.tokens))
         cut = (find_difference(trial.cut(arrival, end), first) for end in ends)
         return "snapshots" if any(cut) else "prefixes"
-    if differs(folds=True):
-        return "layers"
     if differs(chunk=trial.setup.chunk):
         return "chunks"
+    # Before layers: one that depends on its place in the batch does so there, too.
     if differs(copies=trial.setup.slots):
         return "slots"
+    if differs(folds=True):
+        return "layers"
     is_cancelled = any(name == "cancel" for name, _ in trial.actions)
     if is_cancelled and trial.repeat(_without_cancelling) is None:
         return "cancellation"

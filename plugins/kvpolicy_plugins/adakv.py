@@ -37,7 +37,6 @@ class AdaKV:
             1, heads share nothing.
     """
 
-    layers_alike: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
     needs_shared_heads: ClassVar[bool] = True
 

@@ -48,7 +48,6 @@ class CAOTE:
             one step for each row that leaves, and each head must have the budget for itself.
     """
 
-    layers_alike: ClassVar[bool] = True
     needs_mass: ClassVar[bool] = True
 
     fast: bool = attrs.field(default=False, validator=instance_of(bool))

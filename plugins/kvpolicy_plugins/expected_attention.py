@@ -9,7 +9,7 @@ import torch
 from attrs.validators import ge, instance_of, lt
 from torch import Tensor
 
-from kvpolicy import LayerWeights, hookimpl
+from kvpolicy import Bound, LayerWeights, hookimpl
 
 
 @attrs.frozen(eq=False)
@@ -101,7 +101,7 @@ class ExpectedAttention:
         positions: Tensor,
         queries: Tensor,
         seq_len: Tensor,
-        bound: _Future,
+        bound: Bound,
     ) -> Tensor:
         """Score rows by the attention that later queries are expected to give them."""
         queries = queries[:, :, -self.window_size :].float()
@@ -109,7 +109,8 @@ class ExpectedAttention:
         # How far each query is from the next token, and whether it is one of a sink.
         back = torch.arange(num_queries, 0, -1, device=queries.device)
         position = seq_len.to(queries.device, non_blocking=True)[:, None] - back  # [B, W]
-        moved = bound.rotate(queries, back.expand(queries.shape[:3])) @ bound.mean
+        future: _Future = bound.of(self)
+        moved = future.rotate(queries, back.expand(queries.shape[:3])) @ future.mean
         moved = moved.unflatten(1, (keys.shape[1], -1))  # [B, H_kv, G, W, D]
         counts = (position >= self.n_sink)[:, None, None, :, None].float()
         num = counts.sum(dim=3, keepdim=True).clamp(min=1)

@@ -31,7 +31,6 @@ class KeyDiff:
         n_recent: Newest rows that always stay.
     """
 
-    layers_alike: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
     n_recent: int = attrs.field(default=0, validator=[instance_of(int), ge(0)])

@@ -61,7 +61,6 @@ class LookaheadQCache:
         compat_mask: Whether rows are hidden as in the authors' code.
     """
 
-    layers_alike: ClassVar[bool] = True
     gives_mass: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
@@ -100,18 +99,12 @@ class LookaheadQCache:
         """Whether the slab has a fixed size: not if only the prompt is compacted."""
         return self.phase == "decode"
 
-    @property
-    def inactive_hooks(self) -> tuple[str, ...]:
-        """`due`, if compactions happen when the buffer is full; `probe` without look-ahead."""
-        due = () if self.phase == "prefill" else ("due",)
-        return due if self.n_lookahead else (*due, "probe")
-
-    @hookimpl
+    @hookimpl(when=lambda self: self.phase == "prefill")
     def due(self, seq_len: Tensor, prompt_len: Tensor) -> Tensor:
         """Compact once, when the prompt has been prefilled."""
         return seq_len == prompt_len
 
-    @hookimpl
+    @hookimpl(when="n_lookahead")
     def probe(self) -> Probe:
         """Decode the pseudo tokens."""
         return Probe(num_greedy=self.n_lookahead)

@@ -45,7 +45,6 @@ class LazyEviction:
         alpha: Least attention weight of a use.
     """
 
-    layers_alike: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = ("lazy_last", "lazy_interval")
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -92,8 +92,6 @@ class Mix:
             knobs.
         normalise: ``"rank"``, ``"minmax"``, ``"zscore"`` or ``"sum"``, see above.
     """
-
-    layers_alike: ClassVar[bool] = True
 
     of: tuple[dict[str, Any], ...] = attrs.field(
         default=({"policy": "h2o", "n_recent": 8}, "rkv"), converter=_with_all_knobs

@@ -16,7 +16,7 @@ from kvpolicy.compat import cache_argument
 from kvpolicy.errors import HookError, HookResultError, ModelError
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.config import attention_module
-from kvpolicy.state import LayerWeights
+from kvpolicy.state import Bound, LayerWeights
 from kvpolicy.testing import check_policy, keep_rows
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11, 30, 1], [8, 1], [3] * 13, [17, 4, 4, 59, 21]]
@@ -32,8 +32,8 @@ class OutputNorm:
         return weights.o.unflatten(0, (len(weights.v), -1))  # [H_kv, G, M, D]
 
     @hookimpl
-    def score(self, values: Tensor, bound: Tensor) -> Tensor:
-        outputs = torch.einsum("bhtd,hgmd->bhtgm", values, bound)
+    def score(self, values: Tensor, bound: Bound) -> Tensor:
+        outputs = torch.einsum("bhtd,hgmd->bhtgm", values, bound.of(self))
         return outputs.float().norm(dim=-1).mean(dim=-1)
 
 
@@ -102,31 +102,33 @@ class Recomputes:
         keys: Tensor,
         values: Tensor,
         positions: Tensor,
-        bound: LayerWeights,
+        bound: Bound,
     ) -> dict[str, Tensor]:
-        assert torch.allclose(bound.values(states), values, **CLOSE)
-        moved = self._rotated(bound, bound.keys(states), positions)
+        weights: LayerWeights = bound.of(self)
+        assert torch.allclose(weights.values(states), values, **CLOSE)
+        moved = self._rotated(weights, weights.keys(states), positions)
         assert torch.allclose(moved.transpose(0, 1), keys, rtol=1e-3, atol=1e-3)
         for position, state in zip(positions.tolist(), states, strict=True):
             self.seen[layer_idx, position] = state.clone()
-        return {"error": (bound.values(states) - values).norm(dim=2)}
+        return {"error": (weights.values(states) - values).norm(dim=2)}
 
     @hookimpl
     def score(
-        self, layer_idx: int, positions: Tensor, queries: Tensor, seq_len: Tensor, bound: Any
+        self, layer_idx: int, positions: Tensor, queries: Tensor, seq_len: Tensor, bound: Bound
     ) -> Tensor:
+        weights: LayerWeights = bound.of(self)
         newest = torch.arange(int(seq_len[0]) - queries.shape[2], int(seq_len[0]))
         states = torch.stack([self.seen[layer_idx, at] for at in newest.tolist()])
-        moved = self._rotated(bound, bound.queries(states), newest)
-        factor = bound.scaling * queries.shape[3] ** 0.5
+        moved = self._rotated(weights, weights.queries(states), newest)
+        factor = weights.scaling * queries.shape[3] ** 0.5
         assert torch.allclose(moved * factor, queries[0], rtol=1e-3, atol=1e-3)
         self.num += 1
         return positions.double()
 
-    def _rotated(self, bound: LayerWeights, heads: Tensor, positions: Tensor) -> Tensor:
+    def _rotated(self, weights: LayerWeights, heads: Tensor, positions: Tensor) -> Tensor:
         """``[N, H, D]`` at positions ``[N]``, ``[H, N, D]``."""
         by_head = heads.transpose(0, 1)[None]
-        return bound.rotate(by_head, positions.expand(by_head.shape[:3]))[0]
+        return weights.rotate(by_head, positions.expand(by_head.shape[:3]))[0]
 
 
 @pytest.mark.parametrize("family", [*sorted(FAMILIES), "gpt_neox"])
@@ -245,16 +247,15 @@ def test_every_policy_receives_its_own() -> None:
     def policy(name: str, binds: bool) -> object:
         class Mine:
             tracks = ("a",)
-            layers_alike = True
 
             @hookimpl
-            def mark(self, bound: Any) -> None:
-                seen.append((name, bound))
+            def mark(self, bound: Bound) -> None:
+                seen.append((name, bound.of(self)))
 
             @hookimpl
-            def score(self, layer_idx: int, bound: Any, positions: Tensor) -> Tensor:
-                seen.append((name, bound))
-                assert bound in (None, (name, layer_idx))
+            def score(self, layer_idx: int, bound: Bound, positions: Tensor) -> Tensor:
+                seen.append((name, bound.of(self)))
+                assert bound.of(self) in (None, (name, layer_idx))
                 return positions.double()
 
         class Binds(Mine):
@@ -266,14 +267,13 @@ def test_every_policy_receives_its_own() -> None:
 
     @attrs.define(eq=False)
     class Both:
-        layers_alike: ClassVar[bool] = True
         parts: tuple = attrs.field(
             factory=lambda: (("b", policy("b", True)), ("c", policy("c", False)))
         )
 
         @hookimpl
-        def score(self, parts: Any, bound: Any) -> Tensor:
-            assert bound is None
+        def score(self, parts: Any, bound: Bound) -> Tensor:
+            assert bound.of(self) is None
             first, second = parts.of(self)
             return first + second
 

@@ -50,7 +50,6 @@ STACKS: tuple[tuple[Any, ...], ...] = (
 class Fails:
     """Fails in one hook for marked sequences, from some token on."""
 
-    layers_alike: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
     hook: str = ""

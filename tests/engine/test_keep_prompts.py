@@ -62,7 +62,6 @@ def rating(head: int, position: int) -> float:
 class Rated:
     """Scores by `rating`; notes the positions that it is shown, and is due as told."""
 
-    layers_alike: ClassVar[bool] = True
     every: int = 0
     shown: list[Tensor] = attrs.field(factory=list)
 
@@ -505,8 +504,6 @@ def test_wrong_answers_name_the_policy_although_they_are_checked_late(folds: boo
 
     @attrs.define(eq=False)
     class Outside:
-        layers_alike: ClassVar[bool] = folds
-
         @hookimpl
         def select(self, positions: Tensor, budget: int) -> Tensor:
             keep = torch.arange(budget) + positions.shape[2] - budget + 1
@@ -519,5 +516,7 @@ def test_wrong_answers_name_the_policy_although_they_are_checked_late(folds: boo
     )
     run = engine.generate([[3] * 5, [4] * 9], max_new_tokens=20)
     run.batch.compactor.eviction.defers = True
+    for stack in engine.stacks:
+        stack.layers_alike = folds
     with pytest.raises(HookResultError, match="outside"):
         run.results()

@@ -612,7 +612,7 @@ class FailsAt:
     num_calls: int = 0
 
     @hookimpl
-    def score(self, positions: torch.Tensor) -> torch.Tensor:
+    def score(self, layer_idx: int, positions: torch.Tensor) -> torch.Tensor:
         if self.num_calls == self.number:
             raise MemoryError
         self.num_calls += 1

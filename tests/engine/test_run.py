@@ -282,7 +282,7 @@ def test_policy_share_is_policy_time_in_decode_over_decode_time(
     @attrs.define(eq=False)
     class Slow:
         @hookimpl
-        def score(self, keys: torch.Tensor) -> torch.Tensor:
+        def score(self, layer_idx: int, keys: torch.Tensor) -> torch.Tensor:
             now[0] += 1
             scored_at.append(num_sampled[0])
             return keys.norm(dim=-1)

@@ -170,7 +170,7 @@ class Raises:
     count: int = 0
 
     @hookimpl
-    def score(self) -> None:
+    def score(self, layer_idx: int) -> None:
         self.count += 1
         if self.count > NUM_LAYERS:
             raise self.error

@@ -77,8 +77,10 @@ ATTRIBUTES = {
     "needs_shared_heads = 1": "declares needs_shared_heads = 1",
     "no_effect = True": "declares no_effect = True",
     "no_effect = ''": "declares no_effect",
-    "inactive_hooks = ('scoer',)": "names of hooks; these are allocate, bind, schedule",
-    "inactive_hooks = 'score'": "declares inactive_hooks",
+    "inactive_hooks = ('due',)": 'write @hookimpl(when="NAME") at the hook',
+    "inactive_hooks = property(lambda self: 1 / 0)": "declares inactive_hooks",
+    "layers_alike = True": "declares layers_alike, which nothing reads; leave it out",
+    "layers_alike = False": "name neither layer_idx nor bound",
     "tracks = property(lambda self: 1 / 0)": "attribute 'tracks' raises: ZeroDivisionError",
     "tracks = property(lambda self: self.nosuch)": "attribute 'tracks' raises: AttributeError",
     "bounded = property(lambda self: exit(3))": "attribute 'bounded' raises: SystemExit: 3",
@@ -139,9 +141,27 @@ HOOK_BODIES = {
         "    @hookimpl(wrapper=True)\n    def score(self, keys): return keys\n",
         "score() is declared as a wrapper and has no yield",
     ),
-    "both kinds of wrapper": (
-        "    @hookimpl(wrapper=True, hookwrapper=True)\n    def score(self): yield\n",
-        "mutually exclusive",
+    "an old-style wrapper": (
+        "    import pluggy\n\n"
+        "    @pluggy.HookimplMarker('kvpolicy')(hookwrapper=True)\n    def score(self): yield\n",
+        "score() is a hookwrapper; write @hookimpl(wrapper=True)",
+    ),
+    "when an attribute that is not there": (
+        "    every = None\n    @hookimpl(when='evry')\n    def score(self): pass\n",
+        "the attribute 'evry' is true, and there is none; did you mean every?",
+    ),
+    "when a number": (
+        "    @hookimpl(when=3)\n    def score(self): pass\n",
+        "score() is there when 3; give the name of an attribute, or a function",
+    ),
+    "when a function that fails": (
+        "    @hookimpl(when=lambda self: self.every)\n    def score(self): pass\n",
+        "does not fit the hook specs: AttributeError",
+    ),
+    "when something without a truth value": (
+        "    no = type('O', (), {'__bool__': lambda self: 1 / 0})()\n\n"
+        "    @hookimpl(when='no')\n    def score(self): pass\n",
+        "does not fit the hook specs: ZeroDivisionError",
     ),
     "a callable object": (
         "    class Call:\n        def __call__(self, keys): pass\n    score = hookimpl(Call())\n",

@@ -297,12 +297,13 @@ def test_policy_with_wrong_hook_signatures_is_refused_before_the_run(
         Engine(shared_model(), plan=Plan.uniform(policy, budget=BUDGET))
 
 
-def test_inactive_hooks_are_not_called() -> None:
+@pytest.mark.parametrize("when", ["every", lambda self: self.every is not None])
+def test_a_hook_is_called_only_when_it_is_there(when: Any) -> None:
     @attrs.define(eq=False)
-    class WithInactiveHooks:
-        inactive_hooks: tuple[str, ...] = ()
+    class WithKnob:
+        every: int | None = 1
 
-        @hookimpl(specname="due")
+        @hookimpl(specname="due", when=when)
         def at_every_row(self, num_rows: Tensor) -> Tensor:
             return num_rows > 6
 
@@ -315,5 +316,5 @@ def test_inactive_hooks_are_not_called() -> None:
         run = Engine(shared_model(), plan=plan).generate([[1] * 6], max_new_tokens=12)
         return run.results()[0].peak_rows
 
-    assert peak_rows(WithInactiveHooks()) == 7
-    assert peak_rows(WithInactiveHooks(inactive_hooks=("due",))) == 10
+    assert peak_rows(WithKnob()) == 7
+    assert peak_rows(WithKnob(every=None)) == 10

@@ -212,7 +212,7 @@ class FailsAlways:
     calls = 0
 
     @hookimpl
-    def score(self) -> Tensor:
+    def score(self, layer_idx: int) -> Tensor:
         self.calls += 1
         raise LookupError
 
@@ -330,23 +330,135 @@ def test_non_finite_rows_do_not_affect_the_next_sequence_in_the_slot(
     assert [result_values(result) for result in results] == [result_values(one) for one in expected]
 
 
-class InvalidThenRaises:
-    """Returns an invalid value, then raises when called again to find the offender."""
+# --- who is named ---------------------------------------------------------------------------
 
-    calls = 0
+
+class Scores:
+    """Answers `score` with what a function makes of the positions."""
+
+    def __init__(self, answer: Callable[[Tensor], Any]) -> None:
+        self.answer = answer
 
     @hookimpl
-    def score(self, keys: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls > 1:
-            raise RuntimeError
-        return keys
+    def score(self, layer_idx: int, positions: Tensor) -> Any:
+        return self.answer(positions)
 
 
-def test_policy_that_raises_during_the_search_for_the_offender_is_named() -> None:
-    plan = Plan.uniform("h2o", InvalidThenRaises(), budget=8, buffer=4)
-    with pytest.raises(HookResultError, match=r"'invalid_then_raises'.*shape"):
+class Invalid(Scores):
+    def __init__(self) -> None:
+        super().__init__(lambda positions: positions)
+
+
+class Valid(Scores):
+    def __init__(self) -> None:
+        super().__init__(lambda positions: positions.double())
+
+
+class Exhausted(Scores):
+    def __init__(self) -> None:
+        super().__init__(lambda positions: next(iter(())))
+
+
+class Wraps:
+    """A wrapper of `score`, which passes on what it gets."""
+
+    @hookimpl(wrapper=True)
+    def score(self, keys: Tensor) -> Any:
+        return (yield)
+
+
+class Spoils:
+    @hookimpl(wrapper=True)
+    def score(self) -> Any:
+        return (yield).long()
+
+
+class Raises:
+    @hookimpl(wrapper=True)
+    def score(self) -> Any:
+        yield
+        raise LookupError
+
+
+class RaisesAnew:
+    @hookimpl(wrapper=True)
+    def score(self) -> Any:
+        try:
+            return (yield)
+        except Exception as error:
+            raise LookupError from error
+
+
+class YieldsTwice:
+    @hookimpl(wrapper=True)
+    def score(self) -> Any:
+        yield
+        yield
+
+
+class NeverYields:
+    @hookimpl(wrapper=True)
+    def score(self, budget: int) -> Any:
+        if budget < 0:
+            yield
+
+
+class ChangesKeys:
+    @hookimpl(wrapper=True)
+    def score(self, keys: Tensor) -> Any:
+        keys.zero_()
+        return (yield)
+
+
+@pytest.mark.parametrize(
+    ("stack", "name", "problem"),
+    [
+        ((Invalid, Wraps), "invalid", "int64"),
+        ((Valid, Spoils, Wraps), "spoils", "int64"),
+        # The first is never asked, as the second answers.
+        ((Invalid, Valid, Spoils), "spoils", "int64"),
+        ((Valid, ChangesKeys, Wraps), "changes_keys", "'keys' in place"),
+        ((Exhausted,), "exhausted", "raised StopIteration"),
+        ((Exhausted, Wraps, Wraps), "exhausted", "raised StopIteration"),
+        ((Valid, Raises, Wraps), "raises", "raised LookupError"),
+        ((Exhausted, Wraps, RaisesAnew, Wraps), "raises_anew", "raised LookupError"),
+        ((Valid, Wraps, YieldsTwice, Wraps), "yields_twice", "yielded twice"),
+        ((Valid, Wraps, NeverYields, Wraps), "never_yields", "has not yielded"),
+    ],
+)
+def test_the_policy_whose_code_is_wrong_is_named(
+    stack: tuple[type, ...], name: str, problem: str
+) -> None:
+    plan = Plan.uniform(*(one() for one in stack), budget=8, buffer=4)
+    with pytest.raises(HookError, match=problem) as error:
         Engine(MODEL, plan=plan).generate([[1]], max_new_tokens=20).results()
+    assert error.value.policy.partition("#")[0] == name
+
+
+def test_a_wrapper_may_answer_for_a_policy_that_fails() -> None:
+    class Answers:
+        @hookimpl(wrapper=True)
+        def score(self, positions: Tensor) -> Any:
+            try:
+                return (yield)
+            except StopIteration:
+                return positions.double()
+
+    def tokens(*stack: object) -> tuple[int, ...]:
+        plan = Plan.uniform(*stack, budget=8, buffer=4)
+        (result,) = Engine(MODEL, plan=plan).generate([[1]], max_new_tokens=20).results()
+        return result.tokens
+
+    assert tokens(Exhausted(), Answers()) == tokens(Valid())
+
+
+def test_a_policy_is_not_called_again_to_see_whose_answer_is_wrong() -> None:
+    calls = []
+    policy = Scores(lambda positions: calls.append(1) or positions)
+    plan = Plan.uniform("h2o", policy, budget=8, buffer=4)
+    with pytest.raises(HookResultError, match=r"'scores'.*int64"):
+        Engine(MODEL, plan=plan).generate([[1]], max_new_tokens=20).results()
+    assert len(calls) == 1
 
 
 # --- what is not a policy's fault, and what is ----------------------------------------------

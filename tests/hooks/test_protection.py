@@ -23,8 +23,6 @@ from kvpolicy.testing import keep_rows
 class Protects:
     """Protects what a function of the arguments says."""
 
-    layers_alike: ClassVar[bool] = True
-
     answer: Callable[..., Any]
     protects: tuple[int, int] = (0, 0)
 

@@ -121,7 +121,7 @@ class AccumulatesWeights:
     held: list[Tensor] = attrs.field(factory=list)
 
     @hookimpl
-    def score(self, keys: Tensor, attn_weights: Tensor, tracks: Tracks) -> Tensor:
+    def score(self, layer_idx: int, keys: Tensor, attn_weights: Tensor, tracks: Tracks) -> Tensor:
         weights = attn_weights.sum(dim=2).unflatten(1, (keys.shape[1], -1)).sum(dim=2)
         tracks["added"] = tracks["added"] + weights
         self.held.append(tracks["added"])

@@ -26,7 +26,6 @@ class Masses:
     """Scores that are given, as a base."""
 
     gives_mass: ClassVar[bool] = True
-    layers_alike: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
     masses: Tensor

@@ -22,7 +22,7 @@ from kvpolicy.errors import BudgetError, ModelError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.rope import rotate_halves
-from kvpolicy.state import LayerWeights
+from kvpolicy.state import Bound, LayerWeights
 from kvpolicy.testing import keep_rows, replay
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11, 30, 1] * 3, [8, 1], [3] * 13, [17, 4, 4, 59, 21] * 4]
@@ -49,16 +49,20 @@ def llama_weights(num_heads: int, head_dim: int) -> LayerWeights:
     )
 
 
+def bound_by(policy: object, weights: LayerWeights) -> Bound:
+    return Stack([("expected_attention", policy)]).bind(0, weights)
+
+
 def scores_of(drawn: Drawn, **knobs: Any) -> Tensor:
     policy = load_policy("expected_attention", **knobs)
-    weights = llama_weights(drawn.queries.shape[1], drawn.keys.shape[3])
+    bound = bound_by(policy, llama_weights(drawn.queries.shape[1], drawn.keys.shape[3]))
     return policy.score(
         keys=drawn.keys,
         values=drawn.values,
         positions=torch.arange(drawn.num_rows).expand(drawn.keys.shape[:3]),
         queries=drawn.queries,
         seq_len=torch.tensor([drawn.num_rows] * len(drawn.keys)),
-        bound=policy.bind(weights),
+        bound=bound,
     )
 
 
@@ -88,7 +92,7 @@ def test_rows_and_scores_are_those_of_the_reference(
 @given(caches(min_rows=6, max_rows=14), st.integers(1, 3))
 def test_columns_that_a_head_has_no_row_for_change_nothing(drawn: Drawn, num_gone: int) -> None:
     policy = load_policy("expected_attention", n_sink=0, n_future=4)
-    bound = policy.bind(llama_weights(drawn.queries.shape[1], drawn.keys.shape[3]))
+    bound = bound_by(policy, llama_weights(drawn.queries.shape[1], drawn.keys.shape[3]))
     positions = torch.arange(drawn.num_rows).repeat(*drawn.keys.shape[:2], 1)
     positions[:, 0, :num_gone] = -1
     rows = {"queries": drawn.queries, "bound": bound}
@@ -113,7 +117,7 @@ def test_a_head_that_has_sinks_only_is_scored() -> None:
         positions=torch.arange(4).view(1, 1, 4),
         queries=zeros,
         seq_len=torch.tensor([30]),
-        bound=policy.bind(llama_weights(1, 8)),
+        bound=bound_by(policy, llama_weights(1, 8)),
     )
     assert (scores == 0).all()
 
@@ -133,7 +137,7 @@ def test_scores_and_rows_are_those_of_kvpress(case: Case) -> None:
     torch.testing.assert_close(scores[:, :, n_sink:], recorded[:, :, n_sink:], rtol=1e-4, atol=1e-6)
     assert (recorded[:, :, :n_sink] > recorded[:, :, n_sink:].amax()).all()
     policy = load_policy("expected_attention", **options)
-    bound = Stack([("expected_attention", policy)]).bind(0, llama_weights(args["Hq"], args["d"]))
+    bound = bound_by(policy, llama_weights(args["Hq"], args["d"]))
     rows = GivenRows(
         positions=torch.arange(args["T"]).expand(keys.shape[:3]),
         keys=keys,
@@ -205,13 +209,15 @@ class Watches:
         values: Tensor,
         positions: Tensor,
         seq_len: Tensor,
-        bound: LayerWeights,
+        bound: Bound,
     ) -> Any:
         scores = yield
+        weights: LayerWeights = bound.of(self)
         states = torch.cat(self.states[layer_idx])[self.n_sink :]
         assert len(states) == int(seq_len[0]) - self.n_sink
         dim = keys.shape[3]
-        queries = bound.queries(states).transpose(0, 1) * bound.scaling * dim**0.5  # [H_q, N, D]
+        queries = weights.queries(states).transpose(0, 1)  # [H_q, N, D]
+        queries = queries * weights.scaling * dim**0.5
         mean = queries.mean(dim=1)
         off = queries - mean[:, None]
         covariance = off.mT @ off / off.shape[1]
@@ -219,7 +225,7 @@ class Watches:
         num_heads = len(queries)
         basis = torch.eye(dim, dtype=queries.dtype)[None, :, None]
         spread = basis.expand(num_heads, -1, self.n_future, -1)
-        turned = bound.rotate(spread, future.expand(spread.shape[:3])).mean(dim=2)  # R^T
+        turned = weights.rotate(spread, future.expand(spread.shape[:3])).mean(dim=2)  # R^T
         mean = (mean[:, None] @ turned)[:, 0]
         covariance = turned.mT @ covariance @ turned
         own = keys[0].repeat_interleave(num_heads // keys.shape[1], dim=0)  # [H_q, T, D]

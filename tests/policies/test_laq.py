@@ -225,7 +225,7 @@ class Notes:
         self.kept: list[list[int]] = []
 
     @hookimpl(wrapper=True)
-    def score(self, probe_queries: Tensor | None) -> Any:
+    def score(self, layer_idx: int, probe_queries: Tensor | None) -> Any:
         self.probed.append(0 if probe_queries is None else probe_queries.shape[2])
         return (yield)
 
@@ -275,7 +275,7 @@ def test_its_pseudo_queries_are_those_of_the_tokens_that_follow() -> None:
             return seq_len == prompt_len + 6
 
         @hookimpl
-        def score(self, queries: Tensor, positions: Tensor) -> Tensor:
+        def score(self, layer_idx: int, queries: Tensor, positions: Tensor) -> Tensor:
             self.seen.append(queries.clone())
             return positions.double()
 
@@ -285,7 +285,7 @@ def test_its_pseudo_queries_are_those_of_the_tokens_that_follow() -> None:
             self.queries: list[Tensor] = []
 
         @hookimpl(wrapper=True)
-        def score(self, probe_queries: Tensor | None) -> Any:
+        def score(self, layer_idx: int, probe_queries: Tensor | None) -> Any:
             assert probe_queries is not None
             self.queries.append(probe_queries.clone())
             return (yield)

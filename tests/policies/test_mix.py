@@ -206,7 +206,9 @@ class RecordsScores:
         self.recorded = recorded
 
     @hookimpl(wrapper=True)
-    def score(self, protected: torch.Tensor) -> Generator[None, torch.Tensor, torch.Tensor]:
+    def score(
+        self, layer_idx: int, protected: torch.Tensor
+    ) -> Generator[None, torch.Tensor, torch.Tensor]:
         scores = yield
         self.recorded.append(scores.masked_fill(protected, torch.inf))
         return scores

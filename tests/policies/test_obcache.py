@@ -18,6 +18,7 @@ from torch.autograd.functional import jvp
 
 from kvpolicy import load_policy, observed_weights
 from kvpolicy.errors import BudgetError
+from kvpolicy.hooks.stack import Stack
 from kvpolicy.testing import keep_rows, replay
 
 SALIENCIES = ["v", "k", "vk", "vk_no_cross", "v_p1", "attention"]
@@ -441,7 +442,7 @@ def test_every_says_how_many_rows_may_exceed_the_budget() -> None:
     counts = {"seq_len": torch.tensor([9, 9, 9]), "prompt_len": torch.tensor([9, 4, 4])}
     due = policy.due(num_rows=torch.tensor([8, 9, 10]), budget=6, **counts)
     assert due.tolist() == [False, True, True]
-    assert "due" in load_policy("obcache").inactive_hooks
+    assert not Stack([("it", load_policy("obcache"))]).implements("due")
 
 
 def test_budget_below_the_window_raises() -> None:

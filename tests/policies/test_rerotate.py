@@ -72,7 +72,9 @@ class RecordsKeys:
     seen: list[tuple[Tensor, Tensor]] = attrs.field(factory=list)
 
     @hookimpl(wrapper=True)
-    def score(self, keys: Tensor, positions: Tensor) -> Generator[None, Tensor, Tensor]:
+    def score(
+        self, layer_idx: int, keys: Tensor, positions: Tensor
+    ) -> Generator[None, Tensor, Tensor]:
         self.seen.append((keys.clone(), positions.clone()))
         return (yield)
 

@@ -407,21 +407,20 @@ class Neighbours:
 
 
 @attrs.define(eq=False)
-class LayersByIndex:
-    """Keeps short keys in the first layer, long ones elsewhere, and says that layers are alike."""
-
-    layers_alike: ClassVar[bool] = True
+class LayersByCount:
+    """Keeps short keys in the first layer, long ones elsewhere, and counts calls to know."""
 
     @hookimpl
-    def score(self, layer_idx: int, keys: Tensor) -> Tensor:
-        return key_lengths(keys) * (-1 if layer_idx == 0 else 1)
+    def score(self, keys: Tensor, memory: Memory) -> Tensor:
+        for notes in memory.of(self):
+            notes["calls"] = notes.get("calls", 0) + 1
+        signs = torch.tensor([-1.0 if notes["calls"] % 2 else 1.0 for notes in memory.of(self)])
+        return key_lengths(keys) * signs[:, None, None]
 
 
 @attrs.define(eq=False)
 class LayersInMemory:
-    """Compares keys with those of the layer before, and says that layers are alike."""
-
-    layers_alike: ClassVar[bool] = True
+    """Compares keys with those of the layer before, whose turn it was before."""
 
     @hookimpl
     def score(self, keys: Tensor, memory: Memory) -> Tensor:
@@ -551,7 +550,7 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "chunks": [Chunks],
         "slots": [RunningBatch],
         "neighbours": [Neighbours],
-        "layers": [LayersByIndex, LayersInMemory],
+        "layers": [LayersByCount, LayersInMemory],
         "probe": [AsksForTooMuch],
         "snapshots": [PacksTooLittle, RemembersObjects],
         "prefixes": [RemembersPromptLength],

@@ -20,7 +20,6 @@ class FlatTop:
     """
 
     alpha: float = 0.2
-    layers_alike: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
     @hookimpl
@@ -62,7 +61,6 @@ class RatedFlatTop(FlatTop):
 class LongKeysAlike:
     """Rates rows by the length of their keys, whatever number of rows a head holds."""
 
-    layers_alike: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
     @hookimpl

@@ -66,7 +66,6 @@ class EpiCache:
         n_recent: Newest rows that always stay; the authors have none.
     """
 
-    layers_alike: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
     prompt: str | tuple[int, ...] = attrs.field(

@@ -51,7 +51,6 @@ class LayerSensitivity:
         least: The least that a layer gets, a share of the mean budget; 0 for the formula alone.
     """
 
-    layers_alike: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
     table: str | None = attrs.field(

@@ -35,7 +35,6 @@ class OBCacheHistory:
             when the buffer is full.
     """
 
-    layers_alike: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
     saliency: OfSquares = attrs.field(default="v", validator=in_(get_args(OfSquares)))
@@ -49,12 +48,7 @@ class OBCacheHistory:
         """The sinks and the recent rows."""
         return self.n_sink, self.n_recent
 
-    @property
-    def inactive_hooks(self) -> tuple[str, ...]:
-        """`due`, if the buffer decides."""
-        return ("due",) if self.every is None else ()
-
-    @hookimpl
+    @hookimpl(when="every")
     def due(self, num_rows: Tensor, budget: int) -> Tensor:
         """Compact every ``every`` rows."""
         assert self.every is not None

@@ -63,7 +63,6 @@ class OBCache:
             code).
     """
 
-    layers_alike: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
 
     saliency: Saliency = attrs.field(default="k", validator=in_(get_args(Saliency)))
@@ -101,12 +100,7 @@ class OBCache:
         """Whether the slab has a fixed size: not if only the prompt is compacted."""
         return self.phase == "decode"
 
-    @property
-    def inactive_hooks(self) -> tuple[str, ...]:
-        """`due`, if compactions happen when the buffer is full."""
-        return ("due",) if self.bounded and self.every is None else ()
-
-    @hookimpl
+    @hookimpl(when=lambda self: self.every is not None or not self.bounded)
     def due(self, num_rows: Tensor, seq_len: Tensor, prompt_len: Tensor, budget: int) -> Tensor:
         """Compact once, when the prompt has been prefilled, or every ``every`` rows."""
         if self.every is None or not self.bounded:

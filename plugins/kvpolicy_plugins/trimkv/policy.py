@@ -73,7 +73,6 @@ class TrimKV:
         seed: Draws the weights of untrained gates.
     """
 
-    layers_alike: ClassVar[bool] = True
     ragged: ClassVar[bool] = True
     marks_in_step: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = (LOG_BETA,)
@@ -122,12 +121,7 @@ class TrimKV:
         """Whether the slab has a fixed size: not if a prompt must fit into it."""
         return not self.whole_prompt
 
-    @property
-    def inactive_hooks(self) -> tuple[str, ...]:
-        """`due`, if a full slab decides."""
-        return () if self.whole_prompt else ("due",)
-
-    @hookimpl
+    @hookimpl(when="whole_prompt")
     def due(self, num_rows: Tensor, budget: int, buffer: int) -> Tensor:
         """Compact when memory and buffer are full."""
         return num_rows >= budget + buffer

@@ -25,8 +25,6 @@ class LongKeys:
     From the second compaction on, storing them fails for marked sequences.
     """
 
-    layers_alike: ClassVar[bool] = True
-
     fails: bool
 
     @hookimpl

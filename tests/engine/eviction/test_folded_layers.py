@@ -122,7 +122,6 @@ def test_the_cache_is_the_same_to_the_bit(
 class Counts:
     """Scores by key length, and notes how many entries each call of `score` has."""
 
-    layers_alike: bool = True
     calls: list[int] = attrs.field(factory=list)
 
     @hookimpl
@@ -131,22 +130,44 @@ class Counts:
         return keys.norm(dim=-1)
 
 
-def test_a_policy_that_declares_it_is_asked_once_for_all_layers() -> None:
-    for alike, expected in ((True, {NUM_LAYERS}), (False, {1})):
-        policy = Counts(layers_alike=alike)
+class CountsByLayer(Counts):
+    """The same, and could tell layers apart."""
+
+    @hookimpl
+    def score(self, layer_idx: int, keys: Tensor) -> Tensor:
+        return super().score(keys)
+
+
+@attrs.define(eq=False)
+class ProtectsByLayer:
+    """Could tell layers apart where it protects rows, if it does."""
+
+    protects_some: bool = True
+
+    @hookimpl(when="protects_some")
+    def protect(self, layer_idx: int) -> None:
+        return None
+
+
+def test_layers_are_asked_once_unless_a_policy_can_tell_them_apart() -> None:
+    for policy, expected in ((Counts(), {NUM_LAYERS}), (CountsByLayer(), {1})):
         run = start(engine_of(policy, slots=1), [(3, 60)])
         Trace.of(run)
         assert set(policy.calls) == expected
 
 
-def test_every_policy_of_a_stack_and_every_part_must_declare_it() -> None:
+def test_no_policy_of_a_stack_and_no_part_may_tell_them_apart() -> None:
     for stack, expected in [
         ((Counts(), "protect"), True),
-        ((Counts(False), "protect"), False),
+        ((CountsByLayer(), "protect"), False),
+        ((Counts(), ProtectsByLayer()), False),
+        ((Counts(), ProtectsByLayer(protects_some=False)), True),
+        (("expected_attention",), False),  # it is bound to the weights of a layer
         ((Counts(), "random"), False),
         ((Counts(), "merge"), True),  # evict() is called for each layer in any case
         ((PolicySpec("mix", {"of": ["rkv", "h2o"]}),), True),
         ((PolicySpec("mix", {"of": ["rkv", "random"]}),), False),
+        (("knorm",), True),
         ((PolicySpec("knorm", {"skip_layers": (1,)}),), False),
     ]:
         (layers_alike,) = {one.layers_alike for one in engine_of(*stack).stacks}
@@ -167,8 +188,6 @@ class FailsInOneLayer:
     """Counts compactions in a track; raises, or answers wrongly, for the keys of one layer."""
 
     tracks: ClassVar[tuple[str, ...]] = ("age",)
-    layers_alike: ClassVar[bool] = True
-
     answer: str
     keys: list[Tensor] = attrs.field(factory=list)  # of the layer and sequence that fails
 

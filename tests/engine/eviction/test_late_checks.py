@@ -1,7 +1,7 @@
 """Answers that are checked later fail the same requests, with the same words, as at once."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import pytest
@@ -33,7 +33,6 @@ class Wrong:
     make: Callable[[Tensor], Tensor]
     prompt_len: int = 12
     seen: int = 27
-    layers_alike: bool = True
 
     def _wrong(self, answer: Tensor, positions: Tensor, prompt_len: Tensor) -> Tensor:
         newest = positions[:, 0, -1] + 1
@@ -65,8 +64,6 @@ class Wrong:
 @attrs.define(eq=False)
 class KeepsOthers:
     """Stores other rows than the chosen ones, for one prompt in one layer."""
-
-    layers_alike: ClassVar[bool] = True
 
     @hookimpl
     def observe(self, prompt_len: int, memory: Memory) -> None:
@@ -135,8 +132,6 @@ def test_the_run_ends_if_errors_are_raised(make: Callable[[], object]) -> None:
 def test_a_wrapper_that_spoils_an_answer_is_named() -> None:
     @attrs.define(eq=False)
     class Spoils:
-        layers_alike: ClassVar[bool] = True
-
         @hookimpl(wrapper=True)
         def score(self) -> Any:
             return (yield) * torch.nan
@@ -148,8 +143,6 @@ def test_a_wrapper_that_spoils_an_answer_is_named() -> None:
 
 @attrs.define(eq=False)
 class NanInOneLayer:
-    layers_alike: ClassVar[bool] = True
-
     @hookimpl
     def score(self, layer_idx: int, positions: Tensor) -> Tensor:
         scores = positions.float()
@@ -160,7 +153,6 @@ class NanInOneLayer:
 
 @attrs.define(eq=False)
 class Combines:
-    layers_alike: ClassVar[bool] = True
     parts: Any
 
     @hookimpl

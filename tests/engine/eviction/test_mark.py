@@ -36,7 +36,6 @@ class Gate:
     """Forgets tokens at a rate that a gate reads from what enters the attention."""
 
     tracks: ClassVar[tuple[str, ...]] = ("log_rate",)
-    layers_alike: ClassVar[bool] = True
 
     gate: Tensor  # [M, H_kv]
     bias: float = 0.0

@@ -504,7 +504,7 @@ class Remembers:
     """Remembers something of each kind, and scores by it."""
 
     @hookimpl
-    def score(self, positions: torch.Tensor, memory: Memory) -> torch.Tensor:
+    def score(self, layer_idx: int, positions: torch.Tensor, memory: Memory) -> torch.Tensor:
         for own in memory.of(self):
             own["seen"] = own.get("seen", 0) + 1
             own.setdefault("all", []).append(

@@ -1,9 +1,10 @@
 """Policies that do not fit the hook specifications, or answer wrongly."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pluggy
 import torch
 from tiny import shared_model
 from torch import Tensor
@@ -69,6 +70,24 @@ class OtherHook:
         return keys
 
 
+class Absent:
+    """Has a hook that is there where an attribute is true that does not exist."""
+
+    every = None
+
+    @hookimpl(when="evry")
+    def due(self, num_rows: Tensor) -> Tensor:
+        return num_rows > 0
+
+
+class OldStyle:
+    """Wraps as pluggy did once."""
+
+    @pluggy.HookimplMarker("kvpolicy")(hookwrapper=True)
+    def score(self) -> Iterator[None]:
+        yield
+
+
 def declaring(**attributes: object) -> object:
     return type("Declares", (Scores,), attributes)(lambda positions: positions.float())
 
@@ -110,6 +129,10 @@ CASES: dict[str, Callable[[Path], object]] = {
     "an argument that does not exist": listed(Misspelt()),
     "a hook that does not exist": listed(OtherHook()),
     "tracks that are a text": listed(declaring(tracks="abc")),
+    "hooks that are inactive": listed(declaring(inactive_hooks=("due",))),
+    "layers that are declared alike": listed(declaring(layers_alike=True)),
+    "a hook that is there when nobody knows": listed(Absent()),
+    "a wrapper of the old style": listed(OldStyle()),
     "a window that is no number": listed(declaring(window_size="8")),
     "protected rows below 0": listed(declaring(protects=(-1, 0))),
     "a file without a policy": file("x = 1"),

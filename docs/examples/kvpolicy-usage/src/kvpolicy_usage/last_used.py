@@ -25,7 +25,6 @@ class LastUsed:
             since the last one; of a prompt, they are its last tokens.
     """
 
-    layers_alike: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = ("last_used",)
 
     threshold: float = attrs.field(

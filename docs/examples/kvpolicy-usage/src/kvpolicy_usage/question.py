@@ -1,7 +1,5 @@
 """Question: the last tokens of a prompt stay."""
 
-from typing import ClassVar
-
 import attrs
 from attrs.validators import ge, instance_of
 from torch import Tensor
@@ -20,8 +18,6 @@ class Question:
     Attributes:
         size: Tokens at the end of a prompt that stay. If the budget is smaller, the newest stay.
     """
-
-    layers_alike: ClassVar[bool] = True
 
     size: int = attrs.field(default=16, validator=[instance_of(int), ge(0)])
 

@@ -21,7 +21,6 @@ class Unusual:
     itself. An example without a paper.
     """
 
-    layers_alike: ClassVar[bool] = True
     marks_in_step: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = (_TRACK,)
 
