@@ -76,8 +76,9 @@ def load_series(
 
     Args:
         preset: Name or file of the sweep; if not given, the default one, if there is any.
-        policies: Stacks to compare instead of the file's series. A stack that one of these
-            series consists of stands for that series, with its label and knobs.
+        policies: Stacks to compare instead of the file's series, labelled as they are written
+            here. If a file is named, a stack that one of its series consists of stands for that
+            series, with its label and knobs.
         plans: Plan files to compare too; instead of the file's series if no preset is named.
         budgets: If given, plans lose the budget of their own.
         buffer: Likewise.
@@ -88,7 +89,7 @@ def load_series(
     file = preset or default_name("sweep")
     base = load_preset(file).series if file is not None else ()
     if policies:
-        known = {_stack(series): series for series in base}
+        known = {} if preset is None else {_stack(series): series for series in base}
         series = [known.get(stack) or Series.from_stack(stack) for stack in policies]
     elif preset is None and plans:
         series = []

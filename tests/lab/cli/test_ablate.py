@@ -49,7 +49,7 @@ def test_the_folder_holds_all_documented_files(model_folder: Path, out: Path) ->
     assert group["model"] == str(model_folder)
     assert len(group["model_fingerprint"]) == len(group["prompt_hash"]) == 16
     assert {cell["group"] for cell in run["cells"]} == {group["group"]}
-    assert [cell["series"] for cell in run["cells"]] == ["full cache", "H2O", "H2O"]
+    assert [cell["series"] for cell in run["cells"]] == ["full", "h2o", "h2o"]
     assert [cell["budget"] for cell in run["cells"]] == [None, 12, 20]
     assert run["cells"][1]["resolved"]["layers"][0]["stack"][0]["policy"] == "h2o"
     assert {"kvpolicy", "torch", "transformers", "python"} <= session["versions"].keys()
@@ -66,7 +66,7 @@ def test_the_same_command_again_shows_the_table_and_computes_nothing(
     before = (out / "samples.jsonl").read_bytes()
     answer = kvpolicy(*words)
     assert answer.status == 0
-    for label in ("full cache", "H2O"):
+    for label in ("full", "h2o"):
         assert label in answer.out
     assert (out / "samples.jsonl").read_bytes() == before
     found = kvpolicy(*words, "--json").json
@@ -227,7 +227,7 @@ def test_cells_in_which_every_request_fails_are_reported(
     assert kvpolicy("results", "table", "out").status == 0
     assert kvpolicy("report", "out").status == 0
     assert kvpolicy("plot", "out", "--to", "out.png").status == 0
-    assert kvpolicy("results", "compare", "out", "--with", "full cache").status == 0
+    assert kvpolicy("results", "compare", "out", "--with", "full").status == 0
 
 
 def test_a_cell_whose_policies_had_nothing_to_evict_is_told(
@@ -249,5 +249,5 @@ def test_a_cell_tells_how_far_it_is_before_its_first_sample_is_done(
     words = ("--model", model_folder, *SMALL, "--n", 1, "--policies", "h2o", "--task", "perplexity")
     answer = kvpolicy("ablate", *words)
     assert answer.status == 0, answer.err
-    told = [line for line in answer.err.splitlines() if "H2O at 12: 0/1, " in line]
+    told = [line for line in answer.err.splitlines() if "h2o at 12: 0/1, " in line]
     assert [int(line.split()[-2]) for line in told[:4]] == [2, 3, 4, 5]

@@ -42,11 +42,11 @@ def test_each_task_has_a_table_and_a_plot_and_seeds_are_pooled(
         (task, series, budget)
         for task in ("reasoner", "perplexity:of=reasoner")
         for series, budget in [
-            ("full cache", None),
-            ("H2O, n_recent=2", 12),
-            ("H2O, n_recent=2", 20),
-            ("H2O, n_recent=4", 12),
-            ("H2O, n_recent=4", 20),
+            ("full", None),
+            ("h2o, n_recent=2", 12),
+            ("h2o, n_recent=2", 20),
+            ("h2o, n_recent=4", 12),
+            ("h2o, n_recent=4", 20),
         ]
     ]
     assert all(row["seeds"] == [0, 1] and row["n"] == 4 for row in table)
@@ -77,9 +77,9 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(
     (group,) = found["groups"]
     assert (group["task"], group["cells"], group["left"]) == ("reasoner", 3, 6)
     assert [(row["series"], row["budget"], row["left"]) for row in found["table"]] == [
-        ("full cache", None, 2),
-        ("H2O", 12, 2),
-        ("H2O", 20, 2),
+        ("full", None, 2),
+        ("h2o", 12, 2),
+        ("h2o", 20, 2),
     ]
     assert list(tmp_path.iterdir()) == []
 

@@ -33,7 +33,7 @@ def test_the_command_prints_writes_and_continues(kvpolicy: Shell, tmp_path: Path
     found = kvpolicy("bench", *OPTIONS, *more, "--rounds", 1, "--plot", plot, "--json")
     assert found.status == 0, found.err
     assert found.out == (output / "bench.json").read_text(encoding="utf-8")
-    names = [LIMIT, MODEL_ALONE, GENERATE, "full cache", "StreamingLLM"]
+    names = [LIMIT, MODEL_ALONE, GENERATE, "full", "streaming"]
     works = ["12 held", "20 held"]
     standings = found.json["standings"]
     assert [(one["work"], one["name"]) for one in standings] == [
@@ -44,7 +44,7 @@ def test_the_command_prints_writes_and_continues(kvpolicy: Shell, tmp_path: Path
             assert ratio["low"] <= ratio["median"] <= ratio["high"]
         assert 0 < one["step_ms"] <= one["step_p95_ms"]
         assert one["limit_share"] > 0
-        assert (one["compactions"] or 0) == (4 if one["name"] == "StreamingLLM" else 0)
+        assert (one["compactions"] or 0) == (4 if one["name"] == "streaming" else 0)
     assert found.json["shape"]["name"] == "tiny"
     assert plot.read_text(encoding="utf-8").startswith("<?xml")
     turns = (output / "turns.jsonl").read_text(encoding="utf-8").splitlines()

@@ -96,6 +96,17 @@ def test_a_missing_preset_file_is_named(tmp_path: Path) -> None:
         load_preset(str(tmp_path / "none.toml"))
 
 
+def test_policies_are_labelled_as_they_are_written_and_as_in_a_file_that_is_named(
+    tmp_path: Path,
+) -> None:
+    names = ["full", "h2o", "tova", "streaming"]
+    assert [one.label for one in load_series(None, policies=names)] == names
+    file = written(tmp_path, GOOD)
+    found = load_series(file, policies=names, budgets=[16])
+    assert [one.label for one in found] == ["full", "h2o", "tova", "a"]
+    assert found[-1] == load_preset(file).series[0]
+
+
 def test_series_of_other_plans_have_other_labels(tmp_path: Path) -> None:
     files = [tmp_path / name / "h2o.toml" for name in "ab"]
     for budget, file in enumerate(files, 8):

@@ -38,7 +38,7 @@ def test_a_record_is_what_the_engine_keeps_of_that_item(
     samples = {sample["key"]: sample for sample in lines("samples.jsonl")}
     records = [KeptRecord.from_dict(record) for record in lines("kept.jsonl")]
     found = [(samples[one.key]["series"], one.item, one.attempt) for one in records]
-    assert sorted(found) == [(name, item, 0) for name in ("H2O", "full cache") for item in (0, 1)]
+    assert sorted(found) == [(name, item, 0) for name in ("full", "h2o") for item in (0, 1)]
     model, tokenizer = load_model(str(model_folder))
     plan = Plan.uniform("h2o", budget=16, buffer=6)
     prompts = [item.prompt for item in load_task("reasoner").examples(4, seed=0)]
@@ -48,7 +48,7 @@ def test_a_record_is_what_the_engine_keeps_of_that_item(
         assert one.num_prompt == sample["prompt_len"]
         assert len(one.tokens) == one.num_prompt + sample["num_tokens"]
         assert "".join(one.tokens[: one.num_prompt]) == prompts[one.item]
-        if sample["series"] == "H2O":
+        if sample["series"] == "h2o":
             run = Engine(model, tokenizer, plan).generate([prompts[one.item]], max_new_tokens=40)
             with record_kept_rows(run, [0]) as recorder:
                 rows = recorder.pop(*run.results())

@@ -118,7 +118,7 @@ def test_a_finished_run_shows_its_table_again_and_computes_nothing(
     bench.fuse.light(1, signal.SIGKILL)
     again = bench("--workers", 1)
     assert again.status == 0
-    assert "full cache" in again.out
+    assert "fused" in again.out
     assert {p.name: p.read_bytes() for p in bench.output.iterdir()} == before
 
 
