@@ -11,11 +11,14 @@ from kvpolicy.engine.async_engine import AsyncEngine as AsyncEngine
 from kvpolicy.engine.async_engine import Chunk as Chunk
 from kvpolicy.engine.async_engine import EngineListener as EngineListener
 from kvpolicy.engine.async_engine import RequestStream as RequestStream
+from kvpolicy.engine.compaction import Compaction as Compaction
+from kvpolicy.engine.compaction import DueSlot as DueSlot
 from kvpolicy.engine.engine import Engine as Engine
+from kvpolicy.engine.engine import Run as Run
 from kvpolicy.engine.eviction.decide import Decision as Decision
 from kvpolicy.engine.eviction.decide import GivenRows as GivenRows
 from kvpolicy.engine.eviction.decide import decide as decide
-from kvpolicy.engine.open_run import OpenRun as OpenRun
+from kvpolicy.engine.extensions.base import Extension as Extension
 from kvpolicy.engine.requests.logprobs import TokenLogprobs as TokenLogprobs
 from kvpolicy.engine.requests.request import Request as Request
 from kvpolicy.engine.requests.request import Sampling as Sampling
@@ -26,8 +29,10 @@ from kvpolicy.engine.requests.results import Result as Result
 from kvpolicy.engine.requests.results import RunReport as RunReport
 from kvpolicy.engine.reuse.store import PrefixStore as PrefixStore
 from kvpolicy.engine.reuse.store import StoreStats as StoreStats
-from kvpolicy.engine.run import Run as Run
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot as SequenceSnapshot
+from kvpolicy.engine.step import Drawn as Drawn
+from kvpolicy.engine.step import Output as Output
+from kvpolicy.engine.step import Step as Step
 from kvpolicy.engine.tracing import EvictedRows as EvictedRows
 from kvpolicy.engine.tracing import HookCall as HookCall
 from kvpolicy.engine.tracing import ImplCall as ImplCall

@@ -10,10 +10,10 @@ from texts import Rows, Text
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, PolicyCache, Request, Sampling, hookimpl
-from kvpolicy.cache.ragged_rows import layer_rows
+from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache
-from kvpolicy.engine.requests.sampler import forced
-from kvpolicy.engine.run import Run
+from kvpolicy.engine.engine import Run
+from kvpolicy.engine.sampler import forced
 
 STEPS_PER_READ = 8  # what an engine takes on a GPU
 
@@ -43,7 +43,7 @@ def generated_texts(
     results: dict[int, Any] = {}
     while not run.done:
         results |= {result.id: result for result in run.step().results}
-        for seq in run.batch.ready:
+        for seq in run.scheduler.ready:
             rows[seq.id][len(seq.tokens)] = held_rows(run.cache, seq.slot)
     ended = [results[number] for number in range(len(prompts))]
     if errors := [result.error for result in ended if result.error]:
@@ -78,7 +78,7 @@ def texts_of_generate(
     for slot, row in enumerate(answer[:, longest:].tolist()):
         end = next((i + 1 for i, token in enumerate(row) if token in stops), None)
         # A row that has ended gets pads until the others end, which the engine does not compute.
-        rows = {} if end else {len(row): held_rows(cache.batch.cache, slot)}
+        rows = {} if end else {len(row): held_rows(cache.core.cache, slot)}
         texts.append(Text(row[:end], rows))
     return texts
 
@@ -133,7 +133,7 @@ def replayed(
     run = _led_along(engine, [request], [tokens], note)
     while not run.done:
         run.step()
-        for seq in run.batch.ready:
+        for seq in run.scheduler.ready:
             num = len(seq.tokens)
             replay.rows[num] = held_rows(run.cache, seq.slot)
             replay.compactions += [(num, *one) for one in watcher.taken()]
@@ -142,7 +142,7 @@ def replayed(
 
 def held_rows(cache: KVCache, slot: int) -> Rows:
     """Positions of the rows that a slot holds, of each layer and head."""
-    found = [layer_rows(cache, [layer], [slot]).positions[0] for layer in range(len(cache.layers))]
+    found = [LayerRows(cache, [layer], [slot]).positions[0] for layer in range(len(cache.layers))]
     return [[[p for p in head if p >= 0] for head in one.tolist()] for one in found]
 
 

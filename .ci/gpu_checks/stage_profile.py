@@ -105,7 +105,7 @@ def _trace(profiler: profile) -> Any:
 
 def _steps(run: Any, device: torch.device) -> tuple[float, int]:
     """Seconds of some steps, and how many they were: tokens of several are read together."""
-    num_active, num_tokens = len(run.batch.active), 0
+    num_active, num_tokens = len(run.active), 0
     synchronize(device)
     started = time.perf_counter()
     while num_tokens < _STEPS * num_active:

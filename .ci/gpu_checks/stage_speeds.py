@@ -16,7 +16,7 @@ from bench_model import FULL, QUICK, SPARE, Setting, model_of, plan_named, rows_
 from stage_report import Report
 
 from kvpolicy import Engine
-from kvpolicy.engine.run import Run
+from kvpolicy.engine.engine import Run
 from kvpolicy.lab.bench.contenders.engine import filled_run
 from kvpolicy.lab.bench.models import kv_row_bytes, weight_bytes
 from kvpolicy.lab.bench.workload import Decode
@@ -148,7 +148,7 @@ def _timed(run: Run, least_steps: int) -> tuple[float, float, float]:
     synchronize(device)
     started = time.perf_counter()
     while num_steps < least_steps:
-        num_active, held = len(run.batch.active), run.cache.rows.sum(axis=1)
+        num_active, held = len(run.active), run.cache.rows.sum(axis=1)
         num = len(run.step().tokens) // num_active
         # A step attends to the rows before it and to its own.
         read_bytes += sum(float(row_bytes @ (held + i * num_active)) for i in range(1, num + 1))

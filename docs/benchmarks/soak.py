@@ -245,8 +245,8 @@ def _request(rng: torch.Generator) -> Request:
 
 def assert_empty(run: Run) -> None:
     """Assert that every slot is free and empty."""
-    cache = run.batch.cache
-    assert run.batch.num_free == cache.num_slots, "a slot is lost"
+    cache = run.cache
+    assert run.scheduler.slots.num_free == cache.num_slots, "a slot is lost"
     assert not cache.rows.any(), "rows are left"
     assert not cache.seq_len.any(), "a sequence is left"
     assert all((layer.positions == -1).all() for layer in cache.layers), "positions are left"

@@ -19,7 +19,6 @@ class HeldRows(Protocol):
 
     layers: list[int]
     seq_len: Tensor
-    probe_queries: Tensor | None
 
     @property
     def keys(self) -> Tensor:
@@ -79,8 +78,6 @@ class LayerRows:
         layers: Decoder layer of each entry, ``[B]``.
         num_rows: Rows of each entry that hooks see, ``T``.
         seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
-        probe_queries: Queries of tokens that might follow, ``[B, H_q, P, D]``; ``None``: no policy
-            has asked for any.
         kept: Argument of the last `keep`, ``[B, H_kv, K]``; ``None`` before it.
         is_finite: Whether all that `keep` has stored in place of rows is finite, a bool on the
             device; ``None``: it was given nothing to store.
@@ -98,7 +95,6 @@ class LayerRows:
         self._span = self._layout.rows(self._layer, self.layers, self._slots)
         self.num_rows = self._span.num_rows
         self._seq_len = cache.seq_len[self._slots]
-        self.probe_queries: Tensor | None = None
         self.kept: Tensor | None = None
         self.is_finite: Tensor | None = None
         self.budget: int | None = None

@@ -28,10 +28,9 @@ from kvpolicy.validators import MAX_SEED
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvpolicy.engine.engine import Engine
+    from kvpolicy.engine.engine import Engine, Run
     from kvpolicy.engine.requests.request import Request
     from kvpolicy.engine.reuse.store import PrefixStore
-    from kvpolicy.engine.run import Run
     from kvpolicy.plan.plan import Plan
     from kvpolicy.plan.resolved import ResolvedPlan
     from kvpolicy.plan.toml import Override

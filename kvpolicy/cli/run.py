@@ -109,10 +109,10 @@ def first_process_prints() -> Iterator[None]:
 
 def _flushed(task: Generation) -> "StoreStats | None":
     """What the prefix store holds, in files, too, if there is one."""
-    if task.engine.reusing is None:
+    if task.engine.prefixes is None:
         return None
-    task.engine.reusing.store.flush()
-    return task.engine.reusing.store.stats
+    task.engine.prefixes.store.flush()
+    return task.engine.prefixes.store.stats
 
 
 def _stream(task: Generation) -> bool:

@@ -5,10 +5,11 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.engine.compose import problem_with
 from kvpolicy.engine.requests.logits_processors import SequenceProcessors
 from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.engine.requests.sequence import Sequence, encode
-from kvpolicy.engine.reuse.resuming import Resuming
+from kvpolicy.engine.resuming import Resuming
 from kvpolicy.errors import RequestError
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.generation_config import GenerationRules
@@ -46,6 +47,8 @@ class Arrivals:
             RequestError: If it cannot be served.
         """
         adapter, snapshot = self.adapter, request.resume
+        if problem := problem_with(request):
+            raise RequestError(problem)
         if snapshot is not None and (problem := self.resuming.problem_with(snapshot)):
             raise RequestError(problem)
         if request.snapshot and (problem := self.resuming.problem):

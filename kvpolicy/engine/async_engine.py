@@ -16,8 +16,7 @@ from typing import Any, Protocol, TypeVar
 import attrs
 import torch
 
-from kvpolicy.engine.engine import Engine
-from kvpolicy.engine.open_run import OpenRun
+from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.requests.detokenize import TextPieces
 from kvpolicy.engine.requests.logprobs import TokenLogprobs
 from kvpolicy.engine.requests.request import Request
@@ -74,7 +73,7 @@ def _answer(
         answer(value)
 
 
-def _cancel(run: OpenRun, number: int, unread: _Unread) -> None:
+def _cancel(run: Run, number: int, unread: _Unread) -> None:
     if unread.result is None:
         run.cancel(number)
 
@@ -89,7 +88,7 @@ class RequestStream:
         id: Number of the request.
     """
 
-    def __init__(self, number: int, run: OpenRun, request: Request, unread: _Unread) -> None:
+    def __init__(self, number: int, run: Run, request: Request, unread: _Unread) -> None:
         self.id = number
         self._unread = unread
         self._with_logprobs = request.logprobs is not None
@@ -233,7 +232,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Event
-        self._calls: deque[tuple[abc.Callable[[OpenRun], Any], asyncio.Future[Any]]] = deque()
+        self._calls: deque[tuple[abc.Callable[[Run], Any], asyncio.Future[Any]]] = deque()
 
     async def __aenter__(self) -> "AsyncEngine":
         if self._thread is not None:
@@ -288,7 +287,7 @@ class AsyncEngine:
             await self._ended.wait()
         self._thread.join()
 
-    async def between_steps(self, function: abc.Callable[[OpenRun], T]) -> T:
+    async def between_steps(self, function: abc.Callable[[Run], T]) -> T:
         """Call a function with the run between two steps, in the thread that runs them.
 
         So a snapshot of a request that runs can be taken, ``lambda run: run.snapshot(stream.id)``,

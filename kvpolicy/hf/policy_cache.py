@@ -3,13 +3,13 @@
 `generate` calls the model, not the engine. While a `PolicyCache` exists, the ``forward`` of its
 model looks at the cache it is given: a call with a `PolicyCache` is served by that cache, every
 other call by the model as before. To serve a call, the cache finds the new tokens of each row and
-brings them in with a `RunningBatch`, as the engine does.
+runs steps over the same core as the engine's loop.
 """
 
 import inspect
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import wraps
 from types import MethodType
@@ -23,13 +23,18 @@ from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpolicy.compat import cache_argument, cache_in
-from kvpolicy.engine.batch import RunningBatch
-from kvpolicy.engine.core import DEFAULT_CHUNK, DEFAULT_MAX_TOKENS, EngineCore
+from kvpolicy.engine.bound_plan import DEFAULT_CHUNK, DEFAULT_MAX_TOKENS, BoundPlan
+from kvpolicy.engine.compose import core_of, slabs_of, snapshots_of
+from kvpolicy.engine.core import Core
+from kvpolicy.engine.extensions.base import Extension, Found
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.savings import nothing_evicted, saved_share
 from kvpolicy.engine.requests.sequence import Sequence as EngineSequence
 from kvpolicy.engine.requests.sequence import encode
+from kvpolicy.engine.scheduler import Chunks, decode_step
+from kvpolicy.engine.slots import Slots
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
+from kvpolicy.engine.step import Drawn, Step
 from kvpolicy.errors import CacheError, ModelError, RequestError
 from kvpolicy.hf.inputs import Columns, check_tensor
 from kvpolicy.model.adapter import ModelAdapter
@@ -124,6 +129,7 @@ class PolicyCache(Cache):
         max_length: int | None = None,
         chunk: int = DEFAULT_CHUNK,
         max_tokens_per_forward: int = DEFAULT_MAX_TOKENS,
+        extensions: Iterable[Callable[[], Extension]] = (),
     ) -> None:
         """Bind a plan to a model; slabs are allocated by the first forward.
 
@@ -136,6 +142,7 @@ class PolicyCache(Cache):
             chunk: The most prompt tokens of one row in one forward; as in `Engine`.
             max_tokens_per_forward: The most prompt tokens of all rows in one forward; as in
                 `Engine`.
+            extensions: Make extensions, as in `Engine`.
 
         Raises:
             ModelError: If the engine cannot run the model.
@@ -148,15 +155,16 @@ class PolicyCache(Cache):
             _refuse(f"was given max_length={max_length!r}; expected a number of tokens")
         # The hooks of the model run around each call of it: once, and not again in the engine.
         adapter = ModelAdapter(model, run_own_hooks=False)
-        self._engine = EngineCore(
+        self._bound = BoundPlan(
             adapter,
             tokenizer,
             plan,
             chunk=chunk,
             max_tokens_per_forward=max_tokens_per_forward,
             eager=True,  # as are its steps
+            extensions=extensions,
         )
-        if self._engine.plan.padding != "none":
+        if self._bound.plan.padding != "none":
             _refuse('stores no pads; run plans with padding = "stored" in an Engine')
         self._max_length = max_length
         self.reset()
@@ -167,31 +175,41 @@ class PolicyCache(Cache):
         self._is_whole = True
         self._columns = Columns()
         self._longest = self._max_length or 0
-        self.batch: RunningBatch | None = None
+        self.core: Core | None = None
+        self._slots: Slots
 
     @property
     def report(self) -> CacheReport:
         """What the cache holds and has cost so far."""
-        batch = self.batch
-        if batch is None:
+        core, sequences = self.core, self.sequences
+        if core is None:
             return CacheReport()
-        for seq in batch.active:
-            batch.compactor.note_peak(seq)
-        rows = {seq.id: int(batch.cache.rows[:, seq.slot].max()) for seq in batch.active}
-        peak_rows = max(seq.peak_rows for seq in batch.active)
-        rows_evicted = sum(seq.rows_evicted for seq in batch.active)
+        for seq in sequences:
+            core.evictor.note_peak(seq)
+        rows = {seq.id: int(core.cache.rows[:, seq.slot].max()) for seq in sequences}
+        peak_rows = max(seq.peak_rows for seq in sequences)
+        rows_evicted = sum(seq.rows_evicted for seq in sequences)
         return CacheReport(
             tokens=tuple(self._columns.num_tokens.tolist()),
             rows=tuple(rows[row] for row in range(len(rows))),
             peak_rows=peak_rows,
-            peak_kv_bytes=batch.cache.peak_bytes,
-            compactions=batch.compactor.num_compactions,
+            peak_kv_bytes=core.cache.peak_bytes,
+            compactions=core.evictor.num_compactions,
             rows_evicted=rows_evicted,
-            held_bytes=sum(seq.peak_bytes for seq in batch.active),
-            full_bytes=sum(seq.full_bytes for seq in batch.active),
-            note=nothing_evicted(self._engine.plan, rows_evicted, peak_rows),
-            policy_s=batch.timings.policy_s,
+            held_bytes=sum(seq.peak_bytes for seq in sequences),
+            full_bytes=sum(seq.full_bytes for seq in sequences),
+            note=nothing_evicted(self._bound.plan, rows_evicted, peak_rows),
+            policy_s=core.timings.policy_s,
         )
+
+    @property
+    def sequences(self) -> list[EngineSequence]:
+        """The sequence of each row, in the order of their slots."""
+        return [] if self.core is None else self._slots.active
+
+    def extension(self, kind: type[Found]) -> Found | None:
+        """The extension of a class; ``None`` before the first forward, or if there is none."""
+        return None if self.core is None else self.core.extensions.find(kind)
 
     def check_prompt(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
         """Check that a prompt continues the tokens that the cache has seen.
@@ -210,7 +228,7 @@ class PolicyCache(Cache):
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         if mask.shape != input_ids.shape:
             _refuse("is checked against a whole prompt and its mask; give both, of one shape")
-        for seq in self.batch.active if self.batch else ():
+        for seq in self.sequences:
             seen = [*seq.prompt, *seq.tokens]
             given = input_ids[seq.id][mask[seq.id] != 0].tolist()
             if len(given) <= len(seen) or given[: len(seen)] != seen:
@@ -238,7 +256,7 @@ class PolicyCache(Cache):
             CacheError: If a cache cannot serve such a forward.
             HookError: If a policy fails.
         """
-        if model is not self._engine.adapter.model:
+        if model is not self._bound.adapter.model:
             _refuse("was made for another model; make one for each")
         if not self._is_whole:
             _refuse(_INCOMPLETE)
@@ -253,18 +271,18 @@ class PolicyCache(Cache):
                 _refuse(f"cannot serve row {row}: {error}")
         # Slabs and the notes of policies outlive the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            batch = self._batch_for(new)
+            core = self._core_for(new)
             self._is_whole = False
-            logits = self._logits(batch, new)
+            logits = self._logits(core, new)
         self._columns.add(new, token_ids.shape[1], mask)
         self._is_whole = True
         stacked = torch.stack([logits[row] for row in range(len(new))])[:, None]
         return CausalLMOutputWithPast(logits=stacked, **cache_argument(self))
 
-    def _batch_for(self, new: list[list[int]]) -> RunningBatch:
-        """A batch whose slabs can take the new tokens, and one more."""
+    def _core_for(self, new: list[list[int]]) -> Core:
+        """A core whose slabs can take the new tokens, and one more."""
         needed = int(max(self._columns.num_tokens + [len(tokens) for tokens in new]))
-        most = self._engine.adapter.max_positions
+        most = self._bound.adapter.max_positions
         if needed > most:
             _refuse(
                 f"was given {needed} tokens; the model has positions for {most}: generate with "
@@ -272,20 +290,42 @@ class PolicyCache(Cache):
             )
         self._check_growth(new)
         longest = self._longest_for(needed)
-        if longest > self._longest and self.batch is not None:
-            self.batch.grow(longest)
+        if longest > self._longest and self.core is not None:
+            self.core.cache.grow(slabs_of(self._bound.plan, longest, self._longest_prompt))
         self._longest = longest
-        if self.batch is None:
-            longest_prompt = max(len(tokens) for tokens in new)
-            self.batch = self._engine.new_batch(len(new), self._longest, longest_prompt)
-        return self.batch
+        if self.core is None:
+            self._begin(len(new), max(len(tokens) for tokens in new))
+            # `generate` samples the tokens and ends the rows.
+            self._admit(
+                [
+                    EngineSequence(row, Request(tokens), tuple(tokens), 0, frozenset())
+                    for row, tokens in enumerate(new)
+                ]
+            )
+        assert self.core is not None
+        return self.core
+
+    def _begin(self, num_rows: int, longest_prompt: int) -> Core:
+        """Allocate slabs for some rows."""
+        self._longest_prompt = longest_prompt
+        self.core = core_of(self._bound, num_rows, self._longest, longest_prompt)
+        self._slots = Slots(self.core.cache)
+        return self.core
+
+    def _admit(self, sequences: Sequence[EngineSequence]) -> None:
+        """Give the sequence of each row a slot."""
+        assert self.core is not None
+        for seq in sequences:
+            self._slots.place(seq)
+        for one in self.core.extensions:
+            one.admit(sequences)
 
     def _longest_for(self, needed: int) -> int:
         """Tokens for which to allocate slabs if so many, and one more, are needed."""
         if needed < self._longest:
             return self._longest
         rounded = (needed // GROWTH + 1) * GROWTH
-        return max(needed + 1, min(rounded, self._engine.adapter.max_positions + 1))
+        return max(needed + 1, min(rounded, self._bound.adapter.max_positions + 1))
 
     def _check_growth(self, new: list[list[int]]) -> None:
         """Check that rows can grow by the new tokens, and up to `max_length` if it was given."""
@@ -294,46 +334,43 @@ class PolicyCache(Cache):
             after = before + len(tokens)
             if not before:  # the last token of `max_length` is not brought in
                 before, after = after, max(after, (self._max_length or 0) - 1)
-            if problem := self._engine.adapter.growth_problem(before, after):
+            if problem := self._bound.adapter.growth_problem(before, after):
                 _refuse(f"cannot go on: {problem}")
 
-    def _logits(self, batch: RunningBatch, new: list[list[int]]) -> dict[int, Tensor]:
+    def _logits(self, core: Core, new: list[list[int]]) -> dict[int, Tensor]:
         """Bring in new tokens: a prompt, one more token of each row, or another turn.
 
         Returns:
             The logits after the newest token of each row, ``[V]``.
         """
-        forward = self._engine.adapter.forward
+        sequences = self.sequences
+        if self._columns.count and all(len(tokens) == 1 for tokens in new):
+            for seq in sequences:
+                seq.tokens += new[seq.id]
+            core.evictor.evict(sequences)
+            return self._run(core, decode_step(sequences))
+        for seq in sequences if self._columns.count else ():
+            # All tokens so far are the prompt of this turn, so hooks that run at the end of
+            # a prompt run again.
+            seq.began_at, seq.prompt_before = len(seq.prompt) + len(seq.tokens), len(seq.prompt)
+            seq.prompt = (*seq.prompt, *seq.tokens, *new[seq.id])
+            seq.tokens = []
         logits: dict[int, Tensor] = {}
-
-        def note(sequences: Sequence[EngineSequence], newest: Tensor) -> None:
-            logits.update(zip((seq.id for seq in sequences), newest, strict=True))
-
-        if not batch.active:
-            # `generate` samples the tokens and ends the rows.
-            batch.admit(
-                [
-                    EngineSequence(row, Request(tokens), tuple(tokens), 0, frozenset())
-                    for row, tokens in enumerate(new)
-                ]
-            )
-        elif all(len(tokens) == 1 for tokens in new):
-            for seq in batch.active:
-                seq.tokens.append(*new[seq.id])
-            batch.finish_decode(*forward(batch.begin_decode()), note)
-            batch.compact()
-        else:
-            for seq in batch.active:
-                # All tokens so far are the prompt of this turn, so hooks that run at the end of
-                # a prompt run again.
-                seq.prompt = (*seq.prompt, *seq.tokens, *new[seq.id])
-                seq.tokens = []
-        while (chunk := batch.begin_prefill_chunk()) is not None:
-            batch.finish_prefill_chunk(*forward(chunk), note)
-            batch.compact()
-            for error in [seq.error for seq in batch.active if seq.error is not None]:
+        chunks = Chunks(core, self._bound.chunk, self._bound.max_tokens_per_forward)
+        while unfinished := chunks.unfinished(sequences):
+            core.evictor.evict(sequences)
+            for error in [seq.error for seq in sequences if seq.error is not None]:
                 raise ModelError(error)
+            if (step := chunks.step(unfinished)) is not None:
+                logits |= self._run(core, step)
         return logits
+
+    def _run(self, core: Core, step: Step) -> dict[int, Tensor]:
+        """Run a step; the logits after the newest known token of each row, ``[V]``."""
+        output = core.run(step)
+        core.commit(step, output, Drawn([[] for _ in step.sequences]))
+        rows = zip(step.sequences, step.completes, output.logits, strict=True)
+        return {seq.id: newest for seq, is_last, newest in rows if is_last}
 
     # Snapshots and copies
 
@@ -347,16 +384,17 @@ class PolicyCache(Cache):
             SnapshotError: If a policy remembers something that cannot be copied.
             CacheError: If there is no such row.
         """
-        found = [] if self.batch is None else [one for one in self.batch.active if one.id == row]
+        found = [one for one in self.sequences if one.id == row]
         if not found:
             _refuse(
                 f"of {max(self.batch_size, 0)} rows was asked for a snapshot of row {row!r:.60}"
             )
         if not self._is_whole:
             _refuse(_INCOMPLETE)
-        assert self.batch is not None
+        assert self.core is not None
         with torch.inference_mode(False), torch.no_grad():
-            return self.batch.snapshot(found[0])
+            snapshot: SequenceSnapshot = snapshots_of(self.core).snapshot(found[0])
+        return snapshot
 
     def restore(self, snapshots: Sequence[SequenceSnapshot]) -> None:
         """Hold the sequences of snapshots, one in each row, and nothing else.
@@ -374,23 +412,21 @@ class PolicyCache(Cache):
         if not snapshots or not all(isinstance(one, SequenceSnapshot) for one in snapshots):
             _refuse("is restored from a list of snapshots, one for each row")
         for one in snapshots:
-            if (problem := self._engine.resuming.problem_with(one)) is not None:
+            if (problem := self._bound.resuming.problem_with(one)) is not None:
                 _refuse(f"cannot be restored: {problem}")
         self.reset()
         seen = [one.seq_len for one in snapshots]
         self._columns = Columns.holding(seen)
         self._longest = self._longest_for(max(seen))
-        self.batch = self._batch_of(snapshots, len(snapshots))
+        self._hold(snapshots)
 
-    def _batch_of(self, snapshots: Iterable[SequenceSnapshot], num_rows: int) -> RunningBatch:
-        """A batch with a snapshot in each row."""
+    def _hold(self, snapshots: Sequence[SequenceSnapshot]) -> Core:
+        """Hold a snapshot in each row."""
         with torch.inference_mode(False), torch.no_grad():
             resumed = [_resumed(row, one) for row, one in enumerate(snapshots)]
-            longest_prompt = max(seq.num_staying for seq in resumed)
-            batch = self._engine.new_batch(num_rows, self._longest, longest_prompt)
-            for seq in resumed:
-                batch.admit([seq])
-        return batch
+            core = self._begin(len(resumed), max(seq.num_staying for seq in resumed))
+            self._admit(resumed)
+        return core
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PolicyCache":
         """A copy that continues on its own; model, plan and policies are shared."""
@@ -398,12 +434,11 @@ class PolicyCache(Cache):
         memo[id(self)] = copy
         vars(copy).update(vars(self))
         copy._columns = deepcopy(self._columns, memo)
-        if self.batch is not None:
-            rows = range(self.batch_size)
-            copy.batch = batch = copy._batch_of(map(self.snapshot, rows), len(rows))
-            batch.timings.take(self.batch.timings)
-            batch.compactor.num_compactions = self.batch.compactor.num_compactions
-        _attach(copy, self._engine.adapter.model)
+        if self.core is not None:
+            core = copy._hold([self.snapshot(row) for row in range(self.batch_size)])
+            core.timings.take(self.core.timings)
+            core.evictor.num_compactions = self.core.evictor.num_compactions
+        _attach(copy, self._bound.adapter.model)
         return copy
 
     def __copy__(self) -> NoReturn:
@@ -424,13 +459,13 @@ class PolicyCache(Cache):
         Raises:
             CacheError: If there is no such row, or a policy's memory cannot be copied.
         """
-        if self.batch is None:
+        if self.core is None:
             return
         try:
             rows = torch.arange(self.batch_size)[torch.as_tensor(indices).cpu()].tolist()
         except (IndexError, RuntimeError, TypeError, ValueError):
             _refuse(f"of {self.batch_size} rows was asked for rows {indices!r:.60}")
-        self._fill(self.batch, rows)
+        self._fill(rows)
         self._columns.take(rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -443,17 +478,24 @@ class PolicyCache(Cache):
         """Continue each row from the row of a beam, as beam search does after every step."""
         self.batch_select_indices(beam_idx)
 
-    def _fill(self, source: RunningBatch, rows: Sequence[int]) -> None:
-        """Fill the batch with copies of rows of a batch, which may be this one."""
+    def _fill(self, rows: Sequence[int]) -> None:
+        """Go on with copies of rows, in this order: slots, memory and registers."""
         if not self._is_whole:
             _refuse(_INCOMPLETE)
+        source, by_number = self.core, {seq.id: seq for seq in self.sequences}
+        assert source is not None
         with torch.inference_mode(False), torch.no_grad():
-            batch = self.batch
-            if batch is None or batch.cache.num_slots != len(rows):
-                longest = self._longest, source.longest_prompt
-                batch = self._engine.new_batch(len(rows), *longest)
-            batch.take(source, rows)
-        self.batch = batch
+            chosen = [by_number[row] for row in rows]
+            copied = self._bound.resuming.memories.copy
+            copies = [seq.copied(row, copied(seq.memory)) for row, seq in enumerate(chosen)]
+            places = [seq.slot for seq in chosen]
+            if len(rows) != source.cache.num_slots:
+                core = self._begin(len(rows), self._longest_prompt)
+                core.timings.take(source.timings)
+                core.evictor.num_compactions = source.evictor.num_compactions
+            assert self.core is not None
+            self.core.cache.take(source.cache, places)
+            self._slots.fill(copies)
 
     # What caches of transformers tell about themselves
 
@@ -467,24 +509,24 @@ class PolicyCache(Cache):
 
     def __len__(self) -> int:
         """Layers of the model."""
-        return self._engine.adapter.num_layers
+        return self._bound.adapter.num_layers
 
     @property
     def batch_size(self) -> int:
         """Rows of the batch; -1 before the first forward."""
-        return -1 if self.batch is None else self.batch.cache.num_slots
+        return -1 if self.core is None else self.core.cache.num_slots
 
     max_batch_size = batch_size  # of older releases of transformers
 
     @property
     def is_initialized(self) -> bool:
         """Whether slabs are allocated."""
-        return self.batch is not None
+        return self.core is not None
 
     @property
     def is_sliding(self) -> list[bool]:
         """Whether each layer has a sliding window."""
-        shapes = self._engine.adapter.layer_shapes()
+        shapes = self._bound.adapter.layer_shapes()
         return [shape.sliding_window is not None for shape in shapes]
 
     @property

@@ -60,8 +60,7 @@ class ForwardInput:
     Attributes:
         token_ids: New tokens of the slots that the step serves, ``[B, L]``, int64, padded on
             the left.
-        step: Where their rows go; `ModelAdapter.forward` commits it. A `StaticStep` has the new
-            tokens itself.
+        step: Where their rows go. A `StaticStep` has the new tokens itself.
         steer: Changes the states entering the layers named in `ModelAdapter.add_hooks`.
         wants_states: Whether the last hidden states are wanted.
         states: Hidden states after the final norm, ``[B, L, M]``, after the forward.
@@ -300,9 +299,9 @@ class ModelAdapter:
             yield layer_weights(self.model, index, shapes[index], rotate, stored[index])
 
     def forward(self, given: ForwardInput) -> tuple[Tensor, Tensor | None]:
-        """Run the model over the new tokens of a step, and commit their rows.
+        """Run the model over the new tokens of a step; their rows are provisional.
 
-        The rows of a static step are committed if it draws, see `StaticStep.finish`.
+        The caller commits them. Those of a static step that draws are counted by `StaticStep`.
 
         Args:
             given: Tokens, and where their rows go.
@@ -323,7 +322,6 @@ class ModelAdapter:
         except BaseException:
             step.discard()
             raise
-        step.commit()
         if given.wants_logits:
             given.logits = output.logits
         return output.logits[:, -1], given.states
@@ -432,6 +430,7 @@ class ModelAdapter:
         cache.seq_len[0] = position
         tokens, step = torch.tensor([[self._any_token]]), StepLayout(cache, [0], [1])
         self.forward(ForwardInput(tokens, step, marking=marking))
+        step.commit()
         return cache
 
     def _run_both_ways(self, *, static: bool) -> tuple[KVCache, Tensor, Tensor]:
@@ -443,9 +442,11 @@ class ModelAdapter:
         shapes, token = self.layer_shapes(), self._any_token
         cache = KVCache(shapes, [Slab(4)] * len(shapes), 2)
         prompts = torch.tensor([[token] * 3, [0, 0, token]])
-        prefill = ForwardInput(prompts, StepLayout(cache, [0, 1], [3, 1]), wants_logits=True)
+        chunk = StepLayout(cache, [0, 1], [3, 1])
+        prefill = ForwardInput(prompts, chunk, wants_logits=True)
         self.forward(prefill)
         assert prefill.logits is not None
+        chunk.commit()
         step: StaticStep | StepLayout = StepLayout(cache, [0, 1], [1, 1])
         if static:
             step = StaticStep(cache)

@@ -362,7 +362,7 @@ def serve(
     numbers = {"budget": budget, "buffer": buffer, "length": length}
     plans = _plans(plan or [], policy or [], numbers, overrides or [], model)
     names = _names(served_model_name or [model_name(model)], [*plans])
-    from kvpolicy.engine.core import DEFAULT_SLOTS
+    from kvpolicy.engine.engine import DEFAULT_SLOTS
     from kvpolicy.model.loading import load_model
     from kvpolicy.serve.launch import bound_to, hosts_of, serve_model, served_model
     from kvpolicy.serve.logs import logging_to

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from kvpolicy.engine.async_engine import Chunk
-from kvpolicy.engine.open_run import OpenRun
+from kvpolicy.engine.engine import Run
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import EngineClosedError
 from kvpolicy.serve.generation import Generation
@@ -74,7 +74,7 @@ class KeptRows:
             return None
 
 
-def held_rows(run: OpenRun, number: int) -> dict[str, Any] | None:
+def held_rows(run: Run, number: int) -> dict[str, Any] | None:
     """The rows that the sequence of a request holds; ``None`` if it has no slot.
 
     Args:
@@ -86,7 +86,7 @@ def held_rows(run: OpenRun, number: int) -> dict[str, Any] | None:
         pairs of a count and for how many positions in a row it holds; ``rows``: rows of a KV head
         in each layer.
     """
-    seq = next((seq for seq in run.batch.active if seq.id == number), None)
+    seq = next((seq for seq in run.active if seq.id == number), None)
     if seq is None:
         return None
     cache, slot = run.cache, seq.slot

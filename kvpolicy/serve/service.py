@@ -259,7 +259,7 @@ def _note_completed(
     record: Record, generation: Generation, body: CompletionBody | ChatBody
 ) -> None:
     record.outcome = "completed"
-    if generation.plan.engine.reusing is not None:
+    if generation.plan.engine.prefixes is not None:
         record.cached_tokens = cached_tokens(generation.results, body.n)
     generation.plan.note_duration(record.elapsed_s)
 

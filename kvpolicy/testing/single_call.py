@@ -14,8 +14,9 @@ from torch import Tensor
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache, LayerShape
+from kvpolicy.engine.compaction import DueSlot
 from kvpolicy.engine.eviction.decide import GivenRows, decide
-from kvpolicy.engine.eviction.eviction import DueSlot, Eviction
+from kvpolicy.engine.evictor import Evictor
 from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.sequence import Sequence as ServedSequence
@@ -270,10 +271,10 @@ class _Layer:
     def compact(self) -> Tensor:
         """Compact all sequences, unless the policy never does at this point."""
         if self._begin_compaction():
-            eviction = Eviction(
-                self.cache, PolicyTimings(), ErrorScope("raise"), bound=[self.bound]
+            evictor = Evictor(
+                self.cache, (), (), PolicyTimings(), ErrorScope("raise"), bound=[self.bound]
             )
-            eviction.run(
+            evictor.compact(
                 DueSlot(_LAYER, sequence, self.stack, self.budget) for sequence in self.sequences
             )
         num_rows = int(self.cache.rows[_LAYER, 0])

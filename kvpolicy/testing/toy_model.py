@@ -168,9 +168,7 @@ class ToyModel(ModelAdapter):
         logits = torch.full((len(states), self.vocab_size), -torch.inf, dtype=states.dtype)
         logits[:, self._active_ids] = states[:, -1] @ self._unembedding
         wanted = states if given.wants_states else None
-        if not isinstance(step, StaticStep):
-            step.commit()
-        elif given.draws:
+        if isinstance(step, StaticStep) and given.draws:
             step.finish(logits, wanted)
         return logits, wanted
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.slab import KVCache
-from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.engine.reuse.store import PrefixStore
-from kvpolicy.engine.run import Run
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError, SnapshotError
 from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, plan_of
@@ -389,7 +388,7 @@ class Trial:
         assert self._run is not None
         for result in self._run.step().results:
             self._collect(result)
-        _check_cache(self._run.batch.cache)
+        _check_cache(self._run.cache)
         if self._monitor.chooses:
             self.checked.update(["budget", "order"])
         if self._run.done:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request, hookimpl
 from kvpolicy.cache.slab import KVCache
-from kvpolicy.engine.eviction.compaction import Compactor
+from kvpolicy.engine.evictor import Evictor
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 
 chunks = st.sampled_from([1, 2, 5, 11, 512])
@@ -26,13 +26,13 @@ windows = st.integers(2, 9)  # transformers does not support a window of 1
 @pytest.fixture(autouse=True)
 def _rows_never_exceed_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks the cache after every forward of every test in this file."""
-    compact = Compactor.compact
+    evict = Evictor.evict
 
-    def compact_and_check(self: Compactor, *arguments: Any) -> None:
-        compact(self, *arguments)
+    def evict_and_check(self: Evictor, *arguments: Any) -> None:
+        evict(self, *arguments)
         assert_valid(self._cache)
 
-    monkeypatch.setattr(Compactor, "compact", compact_and_check)
+    monkeypatch.setattr(Evictor, "evict", evict_and_check)
 
 
 def assert_valid(cache: KVCache) -> None:

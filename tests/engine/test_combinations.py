@@ -160,7 +160,7 @@ class Combinations(RuleBasedStateMachine):
         for number, (prompt, num_new) in enumerate(first):
             self.submit(prompt, num_new, Sampling(), number == 1)
         self.step(num_steps)
-        for number in [seq.id for seq in self.run.batch.ready][:1]:
+        for number in [seq.id for seq in self.run.scheduler.ready][:1]:
             self._resume_a_copy(number)
 
     @rule(prompt=prompts, num_new=lengths, sampling=samplings, is_marked=st.booleans())
@@ -184,11 +184,13 @@ class Combinations(RuleBasedStateMachine):
         self.run.cancel(number)
         self.cancelled.add(number)
 
-    @precondition(lambda self: self.run.batch.ready)
+    @precondition(lambda self: self.run.scheduler.ready)
     @rule(data=st.data())
     def resume_a_copy(self, data: st.DataObject) -> None:
         """A copy of a sequence goes on beside it."""
-        self._resume_a_copy(data.draw(st.sampled_from([seq.id for seq in self.run.batch.ready])))
+        self._resume_a_copy(
+            data.draw(st.sampled_from([seq.id for seq in self.run.scheduler.ready]))
+        )
 
     def _resume_a_copy(self, number: int) -> None:
         request, before = self.asked[number]
@@ -245,7 +247,7 @@ class Combinations(RuleBasedStateMachine):
 
     def _check_nothing_is_left(self) -> None:
         cache = self.run.cache
-        assert self.run.batch.num_free == cache.num_slots
+        assert self.run.scheduler.slots.num_free == cache.num_slots
         assert not cache.rows.any()
         assert not cache.seq_len.any()
         for layer in cache.layers:

@@ -28,7 +28,7 @@ from kvpolicy import (
 )
 from kvpolicy.cache.rows import Tracks
 from kvpolicy.cache.slab import KVCache
-from kvpolicy.engine.eviction.compaction import Compactor
+from kvpolicy.engine.evictor import Evictor
 from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.engine.tracing import recording
@@ -81,16 +81,16 @@ class Rated:
 @contextmanager
 def every_compaction_checked(monkeypatch: pytest.MonkeyPatch, plan: ResolvedPlan) -> Iterator[None]:
     """Checks after every forward that prompts are whole and the rows behind them within bounds."""
-    compact = Compactor.compact
+    evict = Evictor.evict
     keys_of: dict[int, Tensor] = {}
 
-    def compact_and_check(self: Compactor, sequences: Any) -> None:
-        compact(self, sequences)
+    def evict_and_check(self: Evictor, sequences: Any) -> None:
+        evict(self, sequences)
         for seq in sequences:
             assert_prompt_is_held(self._cache, plan, seq, keys_of)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Compactor, "compact", compact_and_check)
+        patched.setattr(Evictor, "evict", evict_and_check)
         yield
 
 
@@ -345,7 +345,7 @@ def test_rows_of_a_prompt_that_left_the_window_are_dropped_at_a_compaction(
             self, layer_idx: int, positions: Tensor, seq_len: Tensor, memory: Memory
         ) -> Tensor:
             for own, num in zip(memory.of(self), seq_len.tolist(), strict=True):
-                slot = own.setdefault("slot", run.batch.active[0].slot)
+                slot = own.setdefault("slot", run.active[0].slot)
                 if layer_idx == 0 and len(seq_len) == 1:
                     held.append((num, int(run.cache.prompt_rows[0, slot])))
             return positions.double()
@@ -515,7 +515,7 @@ def test_wrong_answers_name_the_policy_although_they_are_checked_late(folds: boo
         slots=2,
     )
     run = engine.generate([[3] * 5, [4] * 9], max_new_tokens=20)
-    run.batch.compactor.eviction.defers = True
+    run.evictor.defers = True
     for stack in engine.stacks:
         stack.layers_alike = folds
     with pytest.raises(HookResultError, match="outside"):

@@ -23,13 +23,14 @@ from kvpolicy import (
     Engine,
     EngineClosedError,
     KVPolicyError,
-    OpenRun,
     Plan,
     QueueFullError,
     Request,
     RequestError,
+    Run,
     hookimpl,
 )
+from kvpolicy.engine.limits import Limits
 from kvpolicy.engine.requests.request_queue import Clock
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.errors import HookError
@@ -130,7 +131,7 @@ def test_steps_wider_than_what_is_decoded_leave_other_slots_alone(
     """On a GPU steps have few widths, and slots whose prompts are not all in are among them."""
     engine = Engine(llama(), TOKENIZER, plan, **(options | {"eager": False}))
     run = engine.open_run(max_len=80)
-    step = run.batch._static
+    step = run.core.runner.static
     assert step is not None
     step._padded, step.in_graph = True, in_graph
     results, tokens = script.play(run)
@@ -148,7 +149,7 @@ def test_snapshot_of_any_moment_goes_on_in_an_open_run(
         run.submit(request)
     for _ in range(steps):
         run.step()
-    begun = run.batch.active
+    begun = run.active
     snapshots = {seq.id: (len(seq.tokens), run.snapshot(seq.id)) for seq in begun}
     (rest,) = [{result.id: result for result in run}]
     for number, (num_tokens, snapshot) in snapshots.items():
@@ -164,7 +165,7 @@ def test_snapshot_of_any_moment_goes_on_in_an_open_run(
 # --- order ----------------------------------------------------------------------------------
 
 
-def order_of(run: OpenRun) -> list[int]:
+def order_of(run: Run) -> list[int]:
     return [result.id for result in run]
 
 
@@ -205,7 +206,7 @@ def test_schedule_sees_priorities_in_order_and_its_batches_stay_together() -> No
     for number in range(2, 9):  # a stream of requests that are more urgent than the first
         results += run.step().results
         run.submit(Request([3], 2, priority=number))
-        running = {seq.id for seq in run.batch.active}
+        running = {seq.id for seq in run.active}
         assert running <= {0, 1}
     results += run
     assert [one.id for one in results[:2]] in ([0, 1], [1, 0])
@@ -225,10 +226,14 @@ class FakeClock:
         return self.now
 
 
+def opened(engine: Engine, max_len: int, clock: FakeClock) -> Run:
+    return Run(engine, limits=Limits.of(engine, max_len=max_len), clock=clock)
+
+
 def test_deadline_ends_a_request_that_runs_and_one_that_waits() -> None:
     clock = FakeClock()
     engine = Engine(llama(), plan=FULL, slots=1)
-    run = OpenRun(engine, max_len=60, clock=clock)
+    run = opened(engine, 60, clock)
     run.submit(Request([5, 6], 50, deadline_s=10))
     run.submit(Request([7], 50, deadline_s=5))
     run.submit(Request([8], 4))
@@ -250,14 +255,14 @@ def test_deadline_ends_a_request_that_runs_and_one_that_waits() -> None:
 
 def test_deadline_counts_from_submission_and_ends_a_request_in_its_prompt() -> None:
     clock = FakeClock(100.0)
-    run = OpenRun(Engine(llama(), plan=FULL, chunk=2), max_len=60, clock=clock)
+    run = opened(Engine(llama(), plan=FULL, chunk=2), 60, clock)
     clock.now = 200.0
     run.submit(Request([5] * 20, 9, deadline_s=1))
     assert run.step().results == []
     clock.now = 201.0
     (result,) = run.step().results
     assert (result.finish_reason, result.tokens) == ("deadline", ())
-    assert run.batch.num_free == len(run.batch.slots)
+    assert run.scheduler.slots.num_free == len(run.scheduler.slots)
 
 
 def test_closed_run_keeps_deadlines() -> None:
@@ -464,7 +469,7 @@ def test_cache_stays_within_its_memory(plan: Plan, num_slots: int, script: Scrip
     for spare in (0, needed - 1):
         memory = needed * num_slots + spare
         run = engine.open_run(max_len=80, kv_memory=memory)
-        assert len(run.batch.slots) == num_slots
+        assert len(run.scheduler.slots) == num_slots
         script.play(run)
         assert run.report.peak_kv_bytes <= memory
 
@@ -477,7 +482,7 @@ def test_memory_does_not_grow_with_the_number_of_requests() -> None:
     num_bytes, live = run.cache.num_bytes, weakref.WeakSet[Sequence]()
     for number in range(120):
         run.submit(Request([number % 60] * (1 + number % 30), 1 + number % 9, logprobs=1))
-        live.update([*run.waiting, *run.batch.active])
+        live.update([*run.waiting, *run.active])
         if number % 7 == 3:
             run.cancel(number)
         run.step()
@@ -606,17 +611,16 @@ def test_run_that_breaks_between_queue_and_slot_loses_no_request() -> None:
 
 @attrs.define(eq=False)
 class FailsAt:
-    """Scores rows by position, and runs out of memory in the compaction of a number."""
+    """Runs out of memory when it is shown the tokens of a decode step, at the call of a number."""
 
     number: int
     num_calls: int = 0
 
     @hookimpl
-    def score(self, layer_idx: int, positions: torch.Tensor) -> torch.Tensor:
-        if self.num_calls == self.number:
+    def observe(self, start: int) -> None:
+        if start and self.num_calls == self.number:
             raise MemoryError
-        self.num_calls += 1
-        return positions.to(torch.float32)
+        self.num_calls += start > 0
 
 
 def test_broken_run_returns_the_tokens_of_its_last_step() -> None:
@@ -641,7 +645,7 @@ def test_broken_run_returns_the_tokens_of_its_last_step() -> None:
 
 def test_deadlines_and_priorities_hold_among_many_that_wait() -> None:
     clock = FakeClock()
-    run = OpenRun(Engine(llama(), plan=FULL, slots=2), max_len=40, clock=clock)
+    run = opened(Engine(llama(), plan=FULL, slots=2), 40, clock)
     for number in range(30):
         run.submit(Request([5], 2, priority=number % 2, deadline_s=5 + number))
     results = []

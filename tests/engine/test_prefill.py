@@ -93,7 +93,7 @@ def test_policy_cache_has_the_same_bound(
 ) -> None:
     plan = Plan.uniform("h2o", budget=12, buffer=4, knobs={"h2o": {"n_recent": 4}})
     cache = PolicyCache(model, plan, max_tokens_per_forward=most)
-    forwards = forwards_of(cache._engine)
+    forwards = forwards_of(cache._bound)
     tokens = generated_tokens(model, prompts, 6, past_key_values=cache)
     sizes = [one.token_ids.numel() for one in forwards if one.token_ids.shape[1] > 1]
     assert all(size <= most for size in sizes)

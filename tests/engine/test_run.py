@@ -13,8 +13,8 @@ from tiny import greedy_tokens, shared_model, tiny_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, Request, Sampling, hookimpl
 from kvpolicy.cli.run import format_report
+from kvpolicy.engine.engine import Run
 from kvpolicy.engine.requests.results import RunReport
-from kvpolicy.engine.run import Run
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.plan.spec import PolicySpec
 

@@ -10,13 +10,13 @@ from tiny import shared_model
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import Engine, OpenRun, Plan, Request, hookimpl
+from kvpolicy import Engine, Plan, Request, Run, hookimpl
 
 PACKAGE = Path(kvpolicy.__file__).parent
 BUDGET, BUFFER = 64, 32
 
 
-def begun(plan: Plan, *, slots: int, prompt_len: int) -> OpenRun:
+def begun(plan: Plan, *, slots: int, prompt_len: int) -> Run:
     """A run in which two sequences are decoded."""
     run = Engine(shared_model(), plan=plan, slots=slots).open_run(max_len=200)
     for token in (1, 2):
@@ -26,7 +26,7 @@ def begun(plan: Plan, *, slots: int, prompt_len: int) -> OpenRun:
     return run
 
 
-def python_calls(run: OpenRun) -> int:
+def python_calls(run: Run) -> int:
     """Calls of Python functions of kvpolicy in the next step."""
     num_calls = 0
 

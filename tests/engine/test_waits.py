@@ -13,7 +13,8 @@ from waits import Waits
 
 from kvpolicy import Engine, Plan, hookimpl, installed_policies
 from kvpolicy.cache.slab import KVCache, LayerShape
-from kvpolicy.engine.eviction.eviction import DueSlot, Eviction
+from kvpolicy.engine.compaction import DueSlot
+from kvpolicy.engine.evictor import Evictor
 from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.sequence import Sequence
@@ -48,20 +49,20 @@ def compaction(
     cache = KVCache([shape] * NUM_LAYERS, [policies.slab(rows)] * NUM_LAYERS, NUM_SLOTS)
     cache.rotate = lambda layer_idx, keys, by: keys
     cache.rows[:], cache.seq_len[:] = rows, 50
-    eviction = Eviction(cache, PolicyTimings(), ErrorScope("raise"), bound=bound(policies))
+    eviction = Evictor(cache, (), (), PolicyTimings(), ErrorScope("raise"), bound=bound(policies))
     assert eviction.defers
     prompt = (0,) * 9
     sequences = [
         Sequence(slot, Request(prompt), prompt, 99, frozenset(), slot=slot) for slot in slots
     ]
     due = [
-        DueSlot(layer_idx, seq, policies, BUDGET, BUFFER)
+        DueSlot(layer_idx, seq, policies, BUDGET)
         for layer_idx in range(NUM_LAYERS)
         for seq in sequences
     ]
     prepare(policies, sequences)
     with Waits("meta") as waits:
-        eviction.run(due)
+        eviction.compact(due)
     assert (cache.rows[:, slots] == BUDGET).all()
     assert eviction._late, "no answer was kept for a later check"
     return waits
@@ -153,10 +154,10 @@ def test_a_compaction_on_a_cpu_reads_what_it_checks() -> None:
     run = engine.generate([list(range(16))], max_new_tokens=9, stop_ids=())
     counted = []
     while not run.done:
-        before = run.batch.compactor.num_compactions
+        before = run.evictor.num_compactions
         with Waits("cpu") as waits:
             run.step()
-        counted.append((run.batch.compactor.num_compactions - before, waits.total))
+        counted.append((run.evictor.num_compactions - before, waits.total))
     plain = [total for num, total in counted[1:] if not num]
     compacting = [total for num, total in counted[1:] if num]
     assert compacting

@@ -57,8 +57,8 @@ def test_custom_generate_allocates_its_slabs_once() -> None:
     )
     cache = cache_in(answer)
     assert cache.report.tokens == (314,)
-    assert {layer.slab.capacity for layer in cache.batch.cache.layers} == {315}
-    assert cache.batch.cache.transient_bytes == 0
+    assert {layer.slab.capacity for layer in cache.core.cache.layers} == {315}
+    assert cache.core.cache.transient_bytes == 0
 
 
 def test_custom_generate_continues_only_the_same_conversation() -> None:

@@ -144,7 +144,7 @@ def test_model_does_not_keep_the_cache_alive() -> None:
     try:
         cache = PolicyCache(model, FULL)
         generated_tokens(model, [[1, 2, 3]], 4, past_key_values=cache)
-        slabs = cache.batch.cache.layers[0].keys
+        slabs = cache.core.cache.layers[0].keys
         del cache
         assert len(gc.get_referrers(slabs)) <= 1
     finally:

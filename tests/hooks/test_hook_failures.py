@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, PolicyCache, Request, hookimpl
 from kvpolicy.compat import cache_argument
+from kvpolicy.engine.engine import Run
 from kvpolicy.engine.requests.results import HookFailure, Result
-from kvpolicy.engine.run import Run
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError, ModelError
 from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.state import Memory
@@ -85,8 +85,8 @@ def with_last(plan: Plan, policy: object) -> Plan:
 
 
 def assert_no_slot_is_lost(run: Run) -> None:
-    cache = run.batch.cache
-    assert run.batch.num_free == cache.num_slots
+    cache = run.cache
+    assert run.scheduler.slots.num_free == cache.num_slots
     assert not cache.rows.any()
     assert not cache.seq_len.any()
     for layer in cache.layers:
@@ -111,11 +111,13 @@ def test_hook_failure_ends_the_run_by_default() -> None:
 
 def test_finished_results_are_available_after_a_failure() -> None:
     plan = Plan.uniform("h2o", Fails("score"), budget=8, buffer=4)
-    run = Engine(MODEL, plan=plan, slots=1).generate([Request([1, 2], 1), Request([MARK] * 30)])
+    run = Engine(MODEL, plan=plan, slots=1).generate([Request([MARK] * 30), Request([1, 2])])
+    run.step()
+    run.cancel(1)
     with pytest.raises(HookError):
-        run.step()  # finishes the first request and fails with the second
+        run.step()  # ends the second request and fails with the first
     again = iter(run)
-    assert next(again).id == 0
+    assert next(again).id == 1
     with pytest.raises(KVPolicyError, match="run"):
         next(again)
 

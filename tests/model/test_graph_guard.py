@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import family_model
 from graph_guard import GraphError, OnlyWhatAGraphHolds
-from static_steps import begun_decode
+from static_steps import begin_decode, begun_decode
 from tiny import tiny_model
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -98,7 +98,7 @@ def test_marking_holds_only_what_a_graph_can(
     run = engine.generate(requests())
     for _ in range(2):
         run.step()
-    given = run.batch.begin_decode()
+    given = begin_decode(run)
     step, marking, layer = given.step, given.marking, given.step.cache.layers[0]
     assert min(layer.keys.nbytes for layer in step.cache.layers) > MOST_BYTES
     states = torch.ones(3, model.config.hidden_size)

@@ -7,14 +7,15 @@ import attrs
 import pytest
 import torch
 from arrivals import check_alike
+from static_steps import begin_decode
 from tiny import tiny_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request, hookimpl
 from kvpolicy.cache import static_step
 from kvpolicy.cache.static_step import StaticStep, width_for
-from kvpolicy.engine.batch import RunningBatch
 from kvpolicy.engine.requests.request import Sampling
+from kvpolicy.engine.runner import Runner
 from kvpolicy.engine.tracing import recording
 from kvpolicy.model.graphs import Graph, GraphRunner, Output
 
@@ -62,16 +63,16 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Let engines run steps as on a GPU, except for CUDA itself."""
-    recorder, init = Recorder(), RunningBatch.__init__
+    recorder, init = Recorder(), Runner.__init__
 
-    def with_graphs(batch: RunningBatch, *args: object, **options: object) -> None:
-        init(batch, *args, **options)
-        if (step := batch._static) is not None:
+    def with_graphs(runner: Runner, *args: Any, **options: Any) -> None:
+        init(runner, *args, **options)
+        if (step := runner.static) is not None:
             step._padded = step.in_graph = True
             recorder.step = step
-            batch._graphs = batch._run = GraphRunner(batch._run, recorder)
+            runner.graphs = GraphRunner(runner.as_it_is, recorder)
 
-    monkeypatch.setattr(RunningBatch, "__init__", with_graphs)
+    monkeypatch.setattr(Runner, "__init__", with_graphs)
     return recorder
 
 
@@ -194,7 +195,7 @@ def test_a_model_with_hooks_runs_without_graphs(recorder: Recorder) -> None:
 
 def test_hooks_of_policies_that_observe_are_captured(recorder: Recorder) -> None:
     run = Engine(tiny_model(), plan=Plan.uniform("skipkv", budget=40, buffer=9)).generate([[3, 4]])
-    assert run.batch._graphs is not None
+    assert run.core.runner.graphs is not None
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -262,7 +263,7 @@ def test_a_step_in_which_no_slot_takes_part_changes_nothing(plan: Plan) -> None:
     run = engine.generate(requests(drawn=True))
     for _ in range(15):
         run.step()
-    given = run.batch.begin_decode()
+    given = begin_decode(run)
     given.draws, step = True, given.step
     step.in_graph = True
     state = [step.token_ids, step.seq_len, step.rows, step.live, step._num_steps]

@@ -170,10 +170,12 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 
 
 def held(one: Engine, prompt: list[int]) -> tuple[SequenceSnapshot, CacheReport]:
-    """A prompt after its prefill, and what that has cost."""
+    """A prompt after its prefill and what that has made due, and what it has cost."""
     cache = PolicyCache(one.adapter.model, one.plan, one.tokenizer)
     with torch.no_grad():
         one.adapter.model(input_ids=torch.tensor([prompt]), past_key_values=cache)
+        assert cache.core is not None
+        cache.core.evictor.evict(cache.sequences)
     return cache.snapshot(0), cache.report
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvpolicy import Engine, GivenRows, Plan, decide, hookimpl, load_policy
-from kvpolicy.engine.run import Run
+from kvpolicy.engine.engine import Run
 from kvpolicy.errors import BudgetError, ModelError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.model.adapter import ModelAdapter

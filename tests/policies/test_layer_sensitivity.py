@@ -137,8 +137,9 @@ def test_alone_it_bounds_all_layers_and_the_newest_rows_stay() -> None:
     )
     assert all(layer.bounded for layer in engine.plan.layers)
     run = engine.generate([list(range(30))], max_new_tokens=9)
-    run.step()
-    held = run.batch.cache.layers[0].positions[0, 0]
+    while not run.active or not run.active[0].tokens:
+        run.step()
+    held = run.cache.layers[0].positions[0, 0]
     assert len(held) == 13
     assert set(held[held >= 0].tolist()) >= set(range(21, 30))
 

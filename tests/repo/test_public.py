@@ -15,9 +15,10 @@ ROOT = Path(__file__).parents[2]
 PUBLIC = {name: getattr(kvpolicy, name) for name in kvpolicy.__all__}
 # Of classes that users are given, what only the engine builds and calls.
 OF_THE_ENGINE = re.compile(
-    r"(LayerRows|OpenRun|RequestStream|Run|SequenceSnapshot|Stream|Tracks)\.__init__"
-    r"|Engine\.(rules|stream)|LayerPlan\.slab|PrefixStore\.(add|drop|find|find_turn|link)"
-    r"|Run\.(cache|waiting)|SequenceSnapshot\.(contents|costs)"
+    r"(LayerRows|RequestStream|Run|SequenceSnapshot|Stream|Tracks)\.__init__"
+    r"|Engine\.(__init__|rules|stream)|LayerPlan\.slab|PrefixStore\.(add|drop|find|find_turn|link)"
+    r"|Run\.(active|cache|evictor|waiting)|(Compaction|DueSlot|Extension|Output|Step)\.\w+"
+    r"|PolicyCache\.(core|sequences)|SequenceSnapshot\.(contents|costs)"
     r"|Stack\.(evict|listening|score|select|slab)"
 )
 

@@ -9,7 +9,7 @@ from compare import result_values
 from hypothesis import strategies as st
 from strategies import prompts
 
-from kvpolicy import OpenRun, Request, Result, Sampling, TokenLogprobs
+from kvpolicy import Request, Result, Run, Sampling, TokenLogprobs
 
 # Log-probabilities are computed in single precision, from logits that differ by rounding.
 ROUNDING = 1e-5
@@ -28,7 +28,7 @@ class Script:
     requests: list[Request]
     actions: list[tuple[str, int]]
 
-    def play(self, run: OpenRun) -> tuple[list[Result], dict[int, list[int]]]:
+    def play(self, run: Run) -> tuple[list[Result], dict[int, list[int]]]:
         """Play it on a run, to the last result; the results, and the tokens as they came."""
         results: list[Result] = []
         tokens: dict[int, list[int]] = {number: [] for number in range(len(self.requests))}

@@ -3,6 +3,7 @@
 from typing import Any
 
 from kvpolicy import Engine, Plan, Request
+from kvpolicy.engine.engine import Run
 from kvpolicy.model.adapter import ForwardInput
 
 
@@ -12,6 +13,18 @@ def begun_decode(model: Any, plan: Plan, requests: list[Request], **options: Any
     run = engine.generate(requests)
     for _ in range(2):
         run.step()
-    given = run.batch.begin_decode()
+    given = begin_decode(run)
     given.draws = True
     return given
+
+
+def begin_decode(run: Run) -> ForwardInput:
+    """The forward of the next static decode step of a run."""
+    run.core.evictor.evict(run.scheduler.admit())
+    step, runner = run.scheduler.schedule(), run.core.runner
+    assert step is not None
+    assert step.is_static
+    for one in run.core.extensions:
+        one.before(step)
+    assert runner.static is not None
+    return runner.begin_static(step, runner.static)

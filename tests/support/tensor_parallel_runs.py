@@ -125,7 +125,7 @@ def answer(folder: Path, model_name: str, plan: dict[str, Any]) -> dict[str, Any
     results, rows = [], []
     while not run.done:
         results += run.step().results
-        rows.append([_by_head(layer.positions) for layer in run.batch.cache.layers])
+        rows.append([_by_head(layer.positions) for layer in run.cache.layers])
     return {
         "results": [_plain(result) for result in sorted(results, key=lambda one: one.id)],
         "rows": rows,

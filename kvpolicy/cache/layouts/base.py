@@ -41,10 +41,11 @@ class Counts:
     """
 
     def __init__(self, num_layers: int, num_slots: int) -> None:
+        # Memory that nothing touches yet: slabs for too many slots are refused before.
         self.rows = np.zeros((num_layers, num_slots), dtype=np.int64)
-        self.prompt_rows = np.zeros_like(self.rows)
-        self.compacted_at = np.zeros_like(self.rows)
-        self.num_pads = np.zeros_like(self.rows)
+        self.prompt_rows = np.zeros((num_layers, num_slots), dtype=np.int64)
+        self.compacted_at = np.zeros((num_layers, num_slots), dtype=np.int64)
+        self.num_pads = np.zeros((num_layers, num_slots), dtype=np.int64)
         self.seq_len = np.zeros(num_slots, dtype=np.int64)
         self.prompt_len = np.zeros(num_slots, dtype=np.int64)
         self.capacity = np.zeros(num_layers, dtype=np.int64)

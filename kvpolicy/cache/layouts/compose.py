@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from kvpolicy.cache.layouts.base import Counts, Layout, RowLayout
 from kvpolicy.cache.layouts.even import Even
 from kvpolicy.cache.shape import LayerShape, Slab
+from kvpolicy.features import feature
+
+_LAYOUTS = "kvpolicy.cache.layouts."
 
 
 def layouts_of(shapes: Sequence[LayerShape], slabs: Sequence[Slab], counts: Counts) -> list[Layout]:
@@ -31,19 +34,14 @@ def _kind(shape: LayerShape, slab: Slab) -> tuple[bool, bool, bool]:
 def _made(ragged: bool, windowed: bool, keeps_prompt: bool, counts: Counts) -> Layout:
     layout: RowLayout
     if ragged:
-        from kvpolicy.cache.layouts.ragged import Ragged
-
+        make = feature(_LAYOUTS + "ragged", "Ragged", "heads that share rows")
         assert not windowed, "a plan refuses it"
         assert not keeps_prompt, "a plan refuses it"
-        layout = Ragged(counts)
+        layout = make(counts)
     elif windowed:
-        from kvpolicy.cache.layouts.window import Window
-
-        layout = Window(counts)
+        layout = feature(_LAYOUTS + "window", "Window", "sliding windows")(counts)
     else:
         layout = Even(counts)
     if keeps_prompt:
-        from kvpolicy.cache.layouts.prompt_kept import PromptKept
-
-        layout = PromptKept(layout)
+        layout = feature(_LAYOUTS + "prompt_kept", "PromptKept", "prompts that stay")(layout)
     return layout

@@ -1,5 +1,6 @@
 """The final scores of rows, of a cache or given as tensors: asked, protected, out of sight."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ def final_scores(
     *,
     late: LateChecks | None = None,
     bound: Bound | None = None,
+    supplied: Mapping[str, Any] | None = None,
     **shared: Any,
 ) -> Tensor:
     """Scores of rows, ``[B, H_kv, T]``, fp32: ``inf`` if protected, ``-inf`` if out of sight.
@@ -31,12 +33,13 @@ def final_scores(
         layer_idx: The layer, or the first of several.
         late: Keeps answers whose values are checked later; ``None``: they are now.
         bound: What the policies have made of the layer's weights.
+        supplied: Arguments of `score` that come from elsewhere, by name.
         shared: Arguments of `protect`, `score` and `select`: positions, budget, prompt_len and
             memory.
     """
     protected = stack.protected(layer_idx, seq_len=rows.seq_len, **shared)
     arguments = shared | _score_arguments(rows, stack, protected)
-    arguments["bound"] = bound or Bound()
+    arguments |= {"bound": bound or Bound(), **(supplied or {})}
     scores = stack.score(rows, layer_idx, arguments, late)
     if protected is not None:
         scores = scores.masked_fill(protected, float("inf"))
@@ -56,7 +59,7 @@ def _score_arguments(rows: HeldRows, stack: Stack, protected: Tensor | None) -> 
         "keys": rows.keys if "keys" in reads else None,
         "values": rows.values if "values" in reads else None,
         "queries": rows.queries if "queries" in reads else None,
-        "probe_queries": rows.probe_queries if "probe_queries" in reads else None,
+        "probe_queries": None,
         "attn_weights": rows.attn_weights if "attn_weights" in reads else None,
         **{name: rows.track(name) if name in reads else None for name in ACCUMULATORS},
         "seq_len": rows.seq_len,

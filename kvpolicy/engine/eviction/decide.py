@@ -162,6 +162,7 @@ def decide(
             stack,
             one.layers[0],
             bound=one.bound,
+            supplied={"probe_queries": one.probe_queries},
             positions=one.positions,
             **shared,
         )

@@ -8,18 +8,13 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpolicy.cache.slab import KVCache, LayerCache, LayerShape, Slab
-from kvpolicy.engine.eviction.marker import Marker
-from kvpolicy.engine.eviction.observer import Observer
+from kvpolicy.engine.compose import slot_bytes
 from kvpolicy.engine.memory.heads import check_heads
-from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks.stack import Stack
-from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.model.adapter import ModelAdapter
-from kvpolicy.model.tensor_parallel import SingleProcess
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
-from kvpolicy.state import RegisterFile
 
 # Bytes are counted on tensors without memory.
 _META = torch.device("meta")
@@ -201,7 +196,7 @@ def footprint(
         tokens,
         prompt_tokens,
         slots,
-        _shared_bytes(resolved, adapter),
+        slot_bytes(resolved, adapter),
         tuple(layers),
         probe_size=max(stack.probe_size for stack in resolved.stacks()),
         probe_bytes_per_slot=_probe_bytes(resolved.stacks(), adapter.layer_shapes()),
@@ -252,16 +247,3 @@ def _probe_bytes(stacks: Sequence[Stack], shapes: Sequence[LayerShape]) -> int:
 def _slot(shape: LayerShape, slab: Slab) -> LayerCache:
     """One slot of a layer."""
     return KVCache([attrs.evolve(shape, device=_META)], [slab], num_slots=1).layers[0]
-
-
-def _shared_bytes(plan: ResolvedPlan, adapter: ModelAdapter) -> int:
-    stacks = plan.stacks()
-    policies = [policy for stack in stacks for policy in stack.policies]
-    registers = RegisterFile(policies, 1, _META)
-    empty = KVCache([], [], num_slots=1)
-    observer = Observer(plan.layers, stacks, registers, None, PolicyTimings(), ErrorScope("raise"))
-    observer.attach(empty, adapter.hidden_size, adapter.model.dtype, _META)
-    errors = ErrorScope("raise")
-    marker = Marker(plan.layers, stacks, (), PolicyTimings(), errors, SingleProcess())
-    marker.attach(empty, adapter.hidden_size, adapter.model.dtype, _META)
-    return sum(tensor.nbytes for tensor in [*registers.all, *empty.slot_tensors])

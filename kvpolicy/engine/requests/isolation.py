@@ -59,7 +59,11 @@ class ErrorScope:
         return scope
 
     @contextmanager
-    def covering(self, sequences: abc.Sequence[Sequence]) -> abc.Iterator[None]:
+    def covering(
+        self,
+        sequences: abc.Sequence[Sequence],
+        fail: abc.Callable[[str], None] | None = None,
+    ) -> abc.Iterator[None]:
         """Call hooks for some sequences in a block, which ends where a hook fails.
 
         A policy may raise a `KVPolicyError` of its own, for lack of a tokenizer for example:
@@ -67,6 +71,7 @@ class ErrorScope:
 
         Args:
             sequences: The sequences of the hook calls in the block.
+            fail: Is told the error, if it ends these sequences; ``None``: they end now.
 
         Raises:
             HookError: A hook has failed, and errors are raised; or memory ran out or the device
@@ -78,8 +83,8 @@ class ErrorScope:
         except HookError as error:
             if self.on_hook_error == "raise" or isinstance(error.__cause__, _FATAL):
                 raise
-            for seq in sequences:
-                seq.fail(str(error))
+            for end in [seq.fail for seq in sequences] if fail is None else [fail]:
+                end(str(error))
             if self.on_failure is not None:
                 self.on_failure(HookFailure.of(error, tuple(seq.id for seq in sequences)))
         finally:

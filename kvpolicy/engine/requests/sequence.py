@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from kvpolicy.attention.draw import NO_TOKEN
 from kvpolicy.cache.static_step import Continuation
 from kvpolicy.engine.requests.detokenize import TextDecoder, decode
 from kvpolicy.engine.requests.following import following
@@ -37,6 +38,8 @@ class Sequence:
         tokens: Tokens of the answer so far.
         num_before: Tokens of the answer that are those of a resumed snapshot.
         num_earlier: Tokens of the prompt that are.
+        began_at: Tokens that it had seen when it went on from what another has left; 0: it began.
+        prompt_before: Of those, the tokens before the answer that they ended with.
         memory: What policies remember of it.
         num_observed: Tokens that policies were shown by `observe`.
         num_marked: Tokens whose rows were marked, in layers that are marked after decode steps.
@@ -56,6 +59,8 @@ class Sequence:
         prompt_logprobs: Those of its prompt.
         newest_at: Time of its newest token, by `clock`.
         newest_after: Prefill forwards of the run before its newest token.
+        num_told: Tokens of the answer that events have told of.
+        looked_at: Tokens that it had seen when it was last looked at whether it is due.
         processors: Change its logits before a token is chosen; ``None``: nothing does.
         sampling: How its tokens are drawn from the logits.
         largest: The largest logit after its newest prompt tokens, on the device.
@@ -73,6 +78,8 @@ class Sequence:
     tokens: list[int] = attrs.field(factory=list)
     num_before: int = 0
     num_earlier: int = 0
+    began_at: int = 0
+    prompt_before: int = 0
     memory: SequenceMemory = attrs.field(factory=SequenceMemory)
     num_observed: int = 0
     num_marked: int = 0
@@ -92,6 +99,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = attrs.field(factory=list)
     newest_at: float = 0.0
     newest_after: int = 0
+    num_told: int = attrs.field(init=False)
+    looked_at: int = 0
     processors: SequenceProcessors | None = None
     sampling: Sampling = attrs.field()
     largest: Tensor | None = None
@@ -136,6 +145,10 @@ class Sequence:
         """Tokens of the prompt and the generation, which is the position of the next one."""
         return len(self.prompt) + len(self.tokens)
 
+    @num_told.default
+    def _num_told(self) -> int:
+        return self.num_before
+
     @sampling.default
     def _sampling(self) -> Sampling:
         return self.request.sampling
@@ -160,6 +173,26 @@ class Sequence:
         num_prompt = len(self.prompt)
         generated = self.tokens[max(start - num_prompt, 0) : max(end - num_prompt, 0)]
         return [*self.prompt[start:end], *generated]
+
+    def prompt_len(self, seen: int) -> int:
+        """Tokens of the prompt that an answer follows, as of some tokens seen.
+
+        Until it sees a token of its own, a sequence is what it goes on from.
+        """
+        return self.prompt_before if seen <= self.began_at else len(self.prompt)
+
+    def take(self, tokens: abc.Iterable[int]) -> int:
+        """Append drawn tokens until it ends; returns how many of them it has taken."""
+        num_taken = 0
+        for token in tokens:
+            if self.finish_reason is not None:
+                break
+            if token == NO_TOKEN:
+                self.fail_without_token()
+            else:
+                self.append(token)
+            num_taken += 1
+        return num_taken
 
     def append(self, token: int) -> None:
         """Add a generated token, and check whether it ends the generation."""

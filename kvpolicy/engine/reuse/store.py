@@ -220,7 +220,7 @@ class PrefixStore:
                 if node in self._memory:
                     self._write(node)
 
-    # What `PromptReuse` calls
+    # What `PrefixReuse` calls
 
     def find(
         self,

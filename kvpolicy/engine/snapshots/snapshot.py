@@ -242,7 +242,9 @@ def _problem(snapshot: SequenceSnapshot) -> str | None:
     tokens = snapshot.token_ids
     if not all(type(token) is int and 0 <= token < model["vocab_size"] for token in tokens):
         return "a token is outside of the vocabulary"
-    if not (0 < seq_len <= len(tokens) <= seq_len + 1):
+    # Within a prompt any number of tokens may follow; else the newest one.
+    most = len(tokens) if not snapshot.tokens else seq_len + 1
+    if not (0 < seq_len <= len(tokens) <= most):
         return f"it has {len(tokens)} tokens, of which the model has seen {seq_len}"
     counts = [snapshot.num_observed, *(layer.compacted_at for layer in snapshot.contents.layers)]
     counts += [snapshot.contents.prompt_len]

@@ -12,11 +12,10 @@ from typing import NamedTuple
 import attrs
 from torch import Tensor
 
-from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.requests.request import Request
-from kvpolicy.engine.requests.sampler import forced
 from kvpolicy.engine.requests.sequence import Sequence
-from kvpolicy.engine.run import Run
+from kvpolicy.engine.sampler import forced
 
 
 @attrs.frozen

@@ -24,11 +24,9 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from kvpolicy.engine.core import DEFAULT_SLOTS
-from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.engine import DEFAULT_SLOTS, Engine, Run
 from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.engine.requests.results import Result, RunReport
-from kvpolicy.engine.run import Run
 from kvpolicy.errors import KVPolicyError, ModelError, PlanError, RequestError, TaskError
 from kvpolicy.lab.lm_eval.loglikelihood import Continuation, Score, Scoring
 from kvpolicy.lab.models import fingerprint

@@ -283,5 +283,5 @@ def answer_shard(
     for ended in answers(answering, engine, longest, prompts):
         for answered in ended:  # noqa: UP028 - Ray sends values in, which a list does not take
             yield answered
-    store = None if engine.reusing is None else engine.reusing.store.stats
+    store = None if engine.prefixes is None else engine.prefixes.store.stats
     yield ShardFinished(time.perf_counter() - begin, store)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Protocol
 import attrs
 from transformers import PreTrainedTokenizerBase
 
+from kvpolicy.engine.engine import Run
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import Result, RunReport
-from kvpolicy.engine.run import Run
 from kvpolicy.lab.models import LoadedModel, ModelProvider
 from kvpolicy.lab.sweep.grid import EvalSetting, Sweep
 from kvpolicy.lab.sweep.recording import KeptRows, record_kept_rows

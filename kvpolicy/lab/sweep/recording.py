@@ -20,9 +20,9 @@ import numpy as np
 import pluggy
 
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.engine.engine import Run
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.engine.requests.sequence import Sequence
-from kvpolicy.engine.run import Run
 from kvpolicy.errors import OutputError
 from kvpolicy.toolkit.paragraphs import texts_in_context
 

@@ -13,12 +13,11 @@ from kvpolicy.attention.draw import NO_TOKEN
 from kvpolicy.attention.softmax import Softmax
 from kvpolicy.cache.slab import LayerCache
 from kvpolicy.cache.slot_contents import LayerContents
-from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import Result
-from kvpolicy.engine.requests.sampler import forced
 from kvpolicy.engine.requests.sequence import Sequence
-from kvpolicy.engine.run import Run
+from kvpolicy.engine.sampler import forced
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.task import EvalOutcome
 from kvpolicy.markers import hookimpl

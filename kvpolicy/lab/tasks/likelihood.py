@@ -30,10 +30,9 @@ from kvpolicy.lab.tasks.task import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvpolicy.engine.engine import Engine
+    from kvpolicy.engine.engine import Engine, Run
     from kvpolicy.engine.requests.request import Request
     from kvpolicy.engine.requests.sequence import Sequence
-    from kvpolicy.engine.run import Run
 
 # Values of an outcome of `Perplexity`: the summed loss in nats, and the number of tokens.
 LOSS = "loss"
@@ -83,7 +82,7 @@ class Perplexity:
 
     def begin(self, engine: "Engine", requests: abc.Sequence[EvalRequest]) -> Evaluation:
         """Lead every sequence along its reference."""
-        from kvpolicy.engine.run import Run
+        from kvpolicy.engine.engine import Run
 
         texts = [_given_and_scored(engine.tokenizer, one) for one in requests]
         for one, (_, scored) in zip(requests, texts, strict=True):
@@ -112,7 +111,7 @@ class _Teacher:
         self.loss: dict[int, float] = defaultdict(float)
 
     def sample(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
-        from kvpolicy.engine.requests.sampler import forced
+        from kvpolicy.engine.sampler import forced
 
         tokens = [self.texts[seq.id][len(seq.tokens)] for seq in sequences]
         losses = -_log_probs(logits)[range(len(tokens)), tokens]
@@ -180,9 +179,8 @@ class Agreement:
 
     def begin(self, engine: "Engine", requests: abc.Sequence[EvalRequest]) -> Evaluation:
         """Lead every sequence along the full cache's answer."""
-        from kvpolicy.engine.engine import Engine
+        from kvpolicy.engine.engine import Engine, Run
         from kvpolicy.engine.requests.request import Sampling
-        from kvpolicy.engine.run import Run
         from kvpolicy.plan.plan import Plan
 
         greedy = [attrs.evolve(one.request, sampling=Sampling()) for one in requests]
@@ -197,7 +195,7 @@ class _Guide:
     """Leads sequences along the greedy answers of the full cache and compares predictions."""
 
     def __init__(self, full: "Engine", requests: "abc.Sequence[Request]") -> None:
-        from kvpolicy.engine.run import Run
+        from kvpolicy.engine.engine import Run
 
         # Per sequence, tokens of the full cache with the log-probabilities they came from.
         self._pending: dict[int, deque[tuple[int, Tensor]]] = defaultdict(deque)
@@ -206,7 +204,7 @@ class _Guide:
         self.kl: dict[int, float] = defaultdict(float)
 
     def sample(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
-        from kvpolicy.engine.requests.sampler import forced
+        from kvpolicy.engine.sampler import forced
 
         tokens = []
         for seq, log_probs in zip(sequences, _log_probs(logits), strict=True):
@@ -226,7 +224,7 @@ class _Guide:
         return self._pending[number].popleft()
 
     def _sample_full(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
-        from kvpolicy.engine.requests.sampler import forced
+        from kvpolicy.engine.sampler import forced
 
         log_probs = _log_probs(logits)
         tokens = forced(log_probs.argmax(dim=-1).tolist(), logits)

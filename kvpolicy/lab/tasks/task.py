@@ -27,9 +27,8 @@ from kvpolicy.lab.store.records import Sample
 from kvpolicy.plugin_code import plugin_code
 
 if TYPE_CHECKING:
-    from kvpolicy.engine.engine import Engine
+    from kvpolicy.engine.engine import Engine, Run
     from kvpolicy.engine.requests.request import Request
-    from kvpolicy.engine.run import Run
 
 GROUP = "kvpolicy.tasks"
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request, hookimpl, installed_policies
 from kvpolicy.cache.rows import Tracks
+from kvpolicy.engine.engine import Run
 from kvpolicy.engine.requests.results import Result
-from kvpolicy.engine.run import Run
 from kvpolicy.engine.tracing import recording
 from kvpolicy.errors import HookError
 from kvpolicy.plan.spec import PolicySpec
@@ -59,7 +59,7 @@ class Trace:
 
     @classmethod
     def of(cls, run: Run, *, call_bytes: int = 1 << 30, defers: bool = False) -> "Trace":
-        eviction = run.batch.compactor.eviction
+        eviction = run.evictor
         eviction.call_bytes, eviction.defers = call_bytes, defers
         found = cls([], [], [], 0)
         while not run.done:

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvpolicy import Engine, Plan, Request, hookimpl
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab
+from kvpolicy.engine.engine import Run
 from kvpolicy.engine.requests.results import Result
-from kvpolicy.engine.run import Run
 from kvpolicy.errors import HookResultError
 from kvpolicy.state import Memory, Parts
 
@@ -99,7 +99,7 @@ def start(stack: Any, *, defers: bool, alike: bool = True, **options: Any) -> Ru
             for i, length in enumerate(PROMPTS)
         ]
     )
-    run.batch.compactor.eviction.defers = defers
+    run.evictor.defers = defers
     return run
 
 

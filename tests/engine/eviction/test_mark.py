@@ -15,7 +15,7 @@ from tiny import shared_model, tiny_model
 from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, Request, hookimpl
-from kvpolicy.engine.eviction.marker import MOST_KEPT
+from kvpolicy.engine.extensions.annotate import MOST_KEPT
 from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.engine.tracing import recording
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError, PolicyLoadError
@@ -201,7 +201,7 @@ def test_marks_stay_with_their_rows_in_a_slab_that_slides(
     for _ in range(20):
         run.step()
     assert run.cache.slides.all()
-    for seq in run.batch.active:
+    for seq in run.active:
         run.snapshot(seq.id)  # which marks what was not marked yet
     for layer in run.cache.layers:
         sums = layer.keys.sum(dim=3)

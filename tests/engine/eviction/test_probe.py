@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvpolicy import Engine, Plan, PolicyCache, Probe, Request, hookimpl, observed_weights
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import KVCache, Slab
-from kvpolicy.engine.eviction.probing import Prober
+from kvpolicy.engine.extensions.lookahead import Lookahead
 from kvpolicy.engine.tracing import recording
 from kvpolicy.errors import HookError, HookResultError, PolicyLoadError
 from kvpolicy.model.adapter import ForwardInput, ModelAdapter
@@ -161,17 +161,16 @@ def test_a_probe_leaves_no_trace(
 ) -> None:
     """Bit for bit: before and after it, and in all that follows."""
     compared = []
-    run_probe = Prober.run
+    look_ahead = Lookahead.before_eviction
 
-    def run(self: Prober, sequences: Any, due: Any) -> Any:
-        before = contents(self._cache)
+    def before_eviction(self: Lookahead, sequences: Any, due: Any) -> None:
+        before = contents(self.cache)
         memories = [str(seq.memory) for seq in sequences]
         tokens = [(seq.prompt, [*seq.tokens], seq.num_observed) for seq in sequences]
-        found = run_probe(self, sequences, due)
-        compared.extend(map(torch.equal, before, contents(self._cache)))
+        look_ahead(self, sequences, due)
+        compared.extend(map(torch.equal, before, contents(self.cache)))
         compared.append([str(seq.memory) for seq in sequences] == memories)
         assert tokens == [(seq.prompt, seq.tokens, seq.num_observed) for seq in sequences]
-        return found
 
     def outcome(policy: object) -> Any:
         engine = Engine(
@@ -184,7 +183,7 @@ def test_a_probe_leaves_no_trace(
 
     asks = Asks(tuple(answers))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Prober, "run", run)
+        patch.setattr(Lookahead, "before_eviction", before_eviction)
         tokens, tensors = outcome(asks)
     plain, expected = outcome(Asks())
     assert tokens == plain
@@ -201,6 +200,7 @@ def queries_after(model: nn.Module, tokens: list[int], more: list[int]) -> list[
     for part in (tokens, more):
         step = StepLayout(cache, [0], [len(part)])
         adapter.forward(ForwardInput(torch.tensor([part]), step))
+        step.commit()
     place = (torch.arange(len(more)) + len(tokens)) % len(more)
     return [layer.window[0][:, place] for layer in cache.layers if layer.window is not None]
 

@@ -65,8 +65,8 @@ def test_peak_kv_bytes_includes_all_cache_tensors_and_temporary_copies():
     engine = Engine(model, None, Plan.uniform("rkv", budget=24, buffer=8), slots=3)
     run = engine.generate([[1, 2, 3]] * 5, max_new_tokens=60)
     results = run.results()
-    tensors = [tensor for layer in run.batch.cache.layers for tensor in layer.tensors]
+    tensors = [tensor for layer in run.cache.layers for tensor in layer.tensors]
     storages = [tensor.untyped_storage() for tensor in tensors]  # layers share them
     held = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    assert run.report.peak_kv_bytes == held + run.batch.cache.transient_bytes
+    assert run.report.peak_kv_bytes == held + run.cache.transient_bytes
     assert max(result.peak_bytes for result in results) * 3 <= held

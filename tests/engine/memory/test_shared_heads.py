@@ -14,6 +14,7 @@ from tiny import tiny_model
 from torch import Tensor
 
 from kvpolicy import Engine, GivenRows, Plan, Probe, Request, decide, hookimpl
+from kvpolicy.engine.compose import core_of
 from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.engine.tracing import recording
@@ -160,7 +161,7 @@ def test_layers_may_differ_in_how_their_heads_have_the_budget() -> None:
     run = Engine(MODEL, plan=plan, slots=2).generate(requests_of([(20, 9), (4, 12)]))
     for _ in range(8):
         run.step()
-    first, second = run.batch.cache.layers
+    first, second = run.cache.layers
     assert first.bounds is not None
     assert second.bounds is None
 
@@ -180,20 +181,20 @@ def test_a_shared_budget_takes_the_bytes_of_one_for_each_head() -> None:
     for heads in ("own", "shared"):
         plans[heads] = Plan.uniform(uneven(), budget=budget, buffer=buffer, heads=heads)
         engine = Engine(MODEL, plan=plans[heads], slots=2)
-        peaks[heads] = peak_allocated(lambda: engine.new_batch(2, longest).cache)  # noqa: B023
+        peaks[heads] = peak_allocated(lambda: core_of(engine, 2, longest).cache)  # noqa: B023
         run = engine.generate(requests)
         while not run.done:
             run.step()
             if heads == "shared" and not run.done:
-                cache = run.batch.cache
+                cache = run.cache
                 fullest = max(fullest, *(int(cache.fullest(0, [slot])[0]) for slot in (0, 1)))
         shown = footprint(plans[heads], MODEL, slots=2, longest=longest)
-        assert shown.num_bytes == engine.new_batch(2, longest).cache.num_bytes
+        assert shown.num_bytes == core_of(engine, 2, longest).cache.num_bytes
     bounds = 2 * 2 * (4 + 1) * 8  # layers, slots, bounds
     assert 0 <= peaks["shared"] - peaks["own"] - bounds < 200
     assert fullest > 2 * (budget + buffer)
     for_the_fullest = Plan.uniform(uneven(), budget=fullest - buffer, buffer=buffer)
-    wide = peak_allocated(lambda: Engine(MODEL, plan=for_the_fullest).new_batch(2, 999).cache)
+    wide = peak_allocated(lambda: core_of(Engine(MODEL, plan=for_the_fullest), 2, 999).cache)
     assert wide > 2 * peaks["shared"]
 
 
@@ -240,7 +241,7 @@ def test_a_wrong_mask_is_an_error_at_once_and_late(
 ) -> None:
     plan = Plan.uniform(Answers(kind), budget=4, buffer=3, heads="shared")
     run = Engine(MODEL, plan=plan).generate(requests_of([(10, 12)]))
-    monkeypatch.setattr(run.batch.compactor.eviction, "defers", defers)
+    monkeypatch.setattr(run.evictor, "defers", defers)
     with pytest.raises(HookResultError, match="policy 'answers'") as caught:
         run.results()
     assert WRONG[kind] in str(caught.value)
@@ -274,7 +275,7 @@ def test_a_policy_that_evicts_gets_the_mask_and_tracks_move_with_their_rows() ->
     run = Engine(MODEL, plan=plan, slots=2).generate(requests_of([(20, 30), (9, 30)]))
     for _ in range(20):
         run.step()
-    cache = run.batch.cache
+    cache = run.cache
     for slot in (0, 1):
         num = int(cache.rows[0, slot])
         layer = cache.layers[0]
@@ -334,7 +335,7 @@ def test_allocate_divides_the_mean() -> None:
     plan = Plan.uniform(MoreBelow(), budget=8, buffer=2, heads="shared")
     engine = Engine(MODEL, plan=plan)
     assert [layer.budget for layer in engine.plan.layers] == [11, 5]
-    cache = engine.new_batch(1, 100).cache
+    cache = core_of(engine, 1, 100).cache
     assert [layer.slab.capacity for layer in cache.layers] == [13, 7]
     assert all(layer.bounds is not None for layer in cache.layers)
 
@@ -345,7 +346,9 @@ def test_a_snapshot_of_uneven_heads_goes_on_as_if_it_had_not_been_cut(cut_at, tm
     (request,) = requests_of([(20, 25)])
     (whole,) = Engine(MODEL, plan=plan).generate([request]).results()
     run = Engine(MODEL, plan=plan, slots=2).generate([*requests_of([(9, 4)]), request])
-    for _ in range(cut_at + 2):
+    while not (begun := [seq for seq in run.active if seq.id == 1 and seq.tokens]):
+        run.step()
+    while len(begun[0].tokens) < cut_at + 2:
         run.step()
     run.snapshot(1).save(tmp_path / "one.safetensors")
     snapshot = SequenceSnapshot.load(tmp_path / "one.safetensors")

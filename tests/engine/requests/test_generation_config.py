@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from kvpolicy import Engine, Plan, Request, Sampling
 from kvpolicy.attention.draw import draw
-from kvpolicy.engine.requests.sampler import columns_of
+from kvpolicy.engine.sampler import columns_of
 from kvpolicy.errors import KVPolicyError, ModelError
 from kvpolicy.model.generation_config import REFUSED
 

@@ -11,7 +11,7 @@ from strategies import prompts
 from tiny import shared_model
 
 from kvpolicy import Engine, Plan, Request
-from kvpolicy.engine import batch
+from kvpolicy.engine.extensions import logprobs
 from kvpolicy.engine.requests.logprobs import TokenLogprobs
 from kvpolicy.engine.reuse.store import PrefixStore
 
@@ -40,7 +40,7 @@ def test_they_are_those_of_a_plain_forward(
     prompts: list[list[int]], num_top: int, way: dict[str, Any], most_logits: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch, "_MOST_LOGITS", most_logits)
+        patch.setattr(logprobs, "_MOST_LOGITS", most_logits)
         wanted = [num_top, None, num_top, num_top]
         requests = [
             Request(prompt, 3, prompt_logprobs=num)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, Sampling
 from kvpolicy.attention.draw import NO_TOKEN
-from kvpolicy.engine.requests.sampler import columns_of, forced, sample_next
+from kvpolicy.engine.sampler import columns_of, forced, sample_next
 from kvpolicy.errors import KVPolicyError
 
 samplings = st.builds(

@@ -10,10 +10,10 @@ from tiny import tiny_model
 from tokenizer_kinds import BEGIN, END, KINDS, TOOL, TURN
 
 from kvpolicy import Engine, Plan, Request
+from kvpolicy.engine.engine import Run
 from kvpolicy.engine.requests.detokenize import TextDecoder, TextPieces
-from kvpolicy.engine.requests.sampler import forced
 from kvpolicy.engine.requests.sequence import Sequence
-from kvpolicy.engine.run import Run
+from kvpolicy.engine.sampler import forced
 
 ALPHABET = "abdeginostw .,'\né한국日본🦄🧿\ufffd"
 BROKEN = "\ufffd"

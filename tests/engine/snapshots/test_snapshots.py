@@ -98,7 +98,7 @@ def test_a_sequence_that_was_cut_goes_on_as_if_it_had_not_been(
     cut_at = data.draw(st.integers(0, 60))
     while not run.done:
         run.step()
-        served = [seq for seq in run.batch.active if seq.id == len(before)]
+        served = [seq for seq in run.active if seq.id == len(before)]
         if served and len(served[0].tokens) >= min(cut_at, len(whole.tokens) - 1):
             snapshot = run.snapshot(len(before))
             break
@@ -312,7 +312,7 @@ def test_stop_strings_are_found_across_the_cut_and_not_before_it() -> None:
     run = engine.generate([request])
 
     def resumed_at(num: int) -> tuple[SequenceSnapshot, Request]:
-        while not run.batch.active or len(run.batch.active[0].tokens) < num:
+        while not run.active or len(run.active[0].tokens) < num:
             run.step()
         snapshot = run.snapshot(0)
         return snapshot, Request(resume=snapshot, max_new_tokens=2, stop=stop, stop_ids=())

@@ -250,4 +250,4 @@ def test_a_cell_tells_how_far_it_is_before_its_first_sample_is_done(
     answer = kvpolicy("ablate", *words)
     assert answer.status == 0, answer.err
     told = [line for line in answer.err.splitlines() if "h2o at 12: 0/1, " in line]
-    assert [int(line.split()[-2]) for line in told[:4]] == [2, 3, 4, 5]
+    assert [int(line.split()[-2]) for line in told[:4]] == [1, 2, 3, 4]

@@ -14,11 +14,11 @@ from tiny import shared_model, tiny_tokenizer
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, Sampling, hookimpl
-from kvpolicy.engine.eviction.compaction import Compactor
-from kvpolicy.engine.eviction.eviction import DueSlot, Eviction
+from kvpolicy.engine.compaction import Compaction
+from kvpolicy.engine.engine import Run
+from kvpolicy.engine.evictor import Evictor
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.engine.requests.sequence import Sequence
-from kvpolicy.engine.run import Run
 from kvpolicy.engine.tracing import recording
 from kvpolicy.errors import KVPolicyError, OutputError
 from kvpolicy.lab.sweep.recording import KeptLayer, KeptRecord, KeptRows, record_kept_rows
@@ -35,8 +35,8 @@ class Seen:
     #: (request, layer, tokens): positions that each KV head held, compactions done.
     held: dict[tuple[int, int, int], list[set[int]]] = attrs.field(factory=dict)
 
-    def look(self, compactor: Compactor, active: abc.Sequence[Sequence]) -> None:
-        cache = compactor._cache
+    def look(self, evictor: Evictor, active: abc.Sequence[Sequence]) -> None:
+        cache = evictor._cache
         for sequence in active:
             slot = sequence.slot
             for number, layer in enumerate(cache.layers):
@@ -51,23 +51,23 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 def watch(patch: pytest.MonkeyPatch) -> Seen:
-    seen, compact, evict = Seen(), Compactor.compact, Eviction._evict
+    seen, evict_all, evict = Seen(), Evictor.evict, Evictor._evict
 
-    def and_look(self: Compactor, sequences: abc.Sequence[Sequence]) -> None:
-        compact(self, sequences)
+    def and_look(self: Evictor, sequences: abc.Sequence[Sequence]) -> None:
+        evict_all(self, sequences)
         seen.look(self, sequences)
 
-    def and_count(self: Eviction, due: list[DueSlot], *arguments: Any) -> None:
+    def and_count(self: Evictor, compaction: Compaction) -> None:
         before = self._cache.rows.copy()
-        evict(self, due, *arguments)
-        for one in due:
+        evict(self, compaction)
+        for one in compaction.due:
             place = one.layer_idx, one.slot
             if self._cache.rows[place] < before[place]:
                 times = seen.at.setdefault((one.sequence.id, one.layer_idx), [])
                 times.append(int(self._cache.seq_len[one.slot]))
 
-    patch.setattr(Compactor, "compact", and_look)
-    patch.setattr(Eviction, "_evict", and_count)
+    patch.setattr(Evictor, "evict", and_look)
+    patch.setattr(Evictor, "_evict", and_count)
     return seen
 
 

@@ -54,8 +54,8 @@ def rows_gone(
     plan: Plan, model: Any, prompt: str, tokens: tuple[int, ...]
 ) -> tuple[dict[tuple[int, int, int], int], int]:
     """When each row leaves an engine that is led along some tokens, as its trace tells."""
-    from kvpolicy.engine.requests.sampler import forced
-    from kvpolicy.engine.run import Run
+    from kvpolicy.engine.engine import Run
+    from kvpolicy.engine.sampler import forced
 
     engine = Engine(model, TOKENIZER, plan)
     gone: dict[tuple[int, int, int], int] = {}

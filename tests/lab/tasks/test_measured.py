@@ -274,7 +274,7 @@ def test_the_first_difference_equals_that_of_free_generation(policy: str) -> Non
 
 def test_the_divergence_is_the_mean_over_single_distributions() -> None:
     """Two runs led by hand along one text, their logits written down and summed in loops."""
-    from kvpolicy.engine.run import Run
+    from kvpolicy.engine.engine import Run
 
     plan = Plan.uniform("streaming", budget=8, buffer=4)
     item = Example(0, "abcdefgh", "")

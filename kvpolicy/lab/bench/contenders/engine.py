@@ -4,10 +4,12 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel
 
-from kvpolicy.engine.engine import Engine
-from kvpolicy.engine.run import Run
+from kvpolicy.engine.engine import Engine, Run
+from kvpolicy.engine.extensions.base import Extension
+from kvpolicy.engine.step import Step
 from kvpolicy.lab.bench.contenders.contender import GENERATE, Contender, Measurement
 from kvpolicy.lab.bench.contenders.fill import fill_run
 from kvpolicy.lab.bench.timing import synchronized_time
@@ -16,6 +18,7 @@ from kvpolicy.lab.looks import policy_of
 from kvpolicy.lab.sweep.grid import Cell
 
 _PROMPT = 4  # tokens that are prefilled before a cache is filled
+_WARM = 2  # tokens of a text after its prompt and one decode step
 _ANY_BATCH = sys.maxsize  # slots: a run has as many as requests
 
 
@@ -38,7 +41,9 @@ def engine_under(
         ModelError: The model cannot be compiled here.
     """
     # One for all turns, since an engine compiles its steps for itself.
-    engine = Engine(model, None, cell.resolved, slots=_ANY_BATCH, compile=compile)
+    engine = Engine(
+        model, None, cell.resolved, slots=_ANY_BATCH, compile=compile, extensions=[RowsAttended]
+    )
 
     def decode(work: Decode) -> Measurement:
         run = filled_run(engine, work, steps=work.steps)
@@ -56,7 +61,7 @@ def engine_under(
     def text(work: Text) -> Measurement:
         prompts = work.prompts(model.config.vocab_size)
         run = engine.generate(prompts, max_new_tokens=work.new_tokens, stop_ids=())
-        run.step()  # the prefill, and the first decode step, which warms up the others
+        warm_up(run)
         measured = _measure_steps(run, lambda _: run.done)
         report = run.report
         return Measurement(
@@ -89,9 +94,31 @@ def filled_run(engine: Engine, work: Decode, *, steps: int) -> Run:
     most = work.held + steps + _PROMPT
     short = [prompt[:_PROMPT] for prompt in work.prompts(engine.adapter.vocab_size)]
     run = engine.generate(short, max_new_tokens=most, stop_ids=())
-    run.step()
+    warm_up(run)
     fill_run(run, work.held, seed=work.seed)
     return run
+
+
+def warm_up(run: Run) -> None:
+    """Bring prompts in, and do the first decode step, which warms up the others."""
+    run.step()
+    while any(len(seq.tokens) < _WARM for seq in run.active):
+        run.step()
+
+
+class RowsAttended(Extension):
+    """Notes the rows that a step finds, after what was due has left.
+
+    Attributes:
+        rows: Rows of all slots in each layer, ``[layers]``.
+    """
+
+    name = "rows attended"
+    rows: np.ndarray
+
+    def before(self, step: Step) -> None:
+        """A step is about to run."""
+        self.rows = self.cache.rows.sum(axis=1)
 
 
 def _measure_steps(run: Run, ends: Callable[[int], bool]) -> dict[str, Any]:
@@ -105,19 +132,19 @@ def _measure_steps(run: Run, ends: Callable[[int], bool]) -> dict[str, Any]:
     compacted: list[int] = []
     attended: list[int] = []
     while not ends(len(steps_s)):
-        num_active, before = len(run.batch.active), run.report.compactions
-        held = cache.rows.sum(axis=1)
+        num_active, before = len(run.active), run.report.compactions
         start = synchronized_time(device)
         events = run.step()
         elapsed_s = synchronized_time(device) - start
         assert not any(result.error for result in events.results), events.results
         num_steps = max(len(events.tokens) // num_active, 1)
+        held = run.extension(RowsAttended).rows
         steps_s += [elapsed_s / num_steps] * num_steps
         # A step attends to the rows before it and to its own.
         attended += [
             int(row_bytes @ (held + number * num_active)) for number in range(1, num_steps + 1)
         ]
-        compacted += [0] * (num_steps - 1) + [run.report.compactions - before]
+        compacted += [run.report.compactions - before] + [0] * (num_steps - 1)
     return {
         "steps_s": tuple(steps_s),
         "compacted": tuple(compacted),

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy.cache.slab import KVCache
-from kvpolicy.engine.run import Run
+from kvpolicy.engine.engine import Run
 from kvpolicy.plan.resolved import LayerPlan
 
 _NUM_DISTINCT = 2048  # rows drawn for a sequence; more are repetitions
@@ -47,7 +47,7 @@ def fill_run(run: Run, held: int, *, seed: int = 0) -> None:
         seed: Random seed for tokens and rows.
     """
     rng = np.random.default_rng(seed)
-    cache, active = run.cache, run.batch.active
+    cache, active = run.cache, run.active
     for seq in active:
         num_prompt = held - len(seq.tokens) + 1
         vocab_size = run.engine.adapter.vocab_size

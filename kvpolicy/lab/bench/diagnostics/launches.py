@@ -105,7 +105,7 @@ def launches_under(model: PreTrainedModel, cell: Cell, work: Decode) -> Launches
     # policies answer is checked on the device.
     engine = _engine(model, cell, work, static_forward)
     run = filled_run(engine, work, steps=_MOST_STEPS)
-    run.batch.compactor.eviction.defers = True
+    run.evictor.defers = True
     run.step()
     row_bytes = [layer.shape.row_bytes for layer in run.cache.layers]
     plain: _Counted | None = None

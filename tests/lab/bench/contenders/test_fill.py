@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tiny import shared_model, tiny_model
 
 from kvpolicy.engine.engine import Engine
+from kvpolicy.lab.bench.contenders.engine import warm_up
 from kvpolicy.lab.bench.contenders.fill import fill_run, filled_dynamic_cache
 
 
@@ -17,7 +18,7 @@ def test_a_filled_run_holds_what_it_would_in_a_steady_state(
     budget, buffer = 16, 8
     engine = Engine(shared_model(), None, cell(stack, budget, buffer).resolved, slots=slots)
     run = engine.generate([[1, 2, 3]] * slots, max_new_tokens=held + 40, stop_ids=())
-    run.step()
+    warm_up(run)
     fill_run(run, held)
     cache = run.cache
     assert cache.seq_len.tolist() == [held] * slots
@@ -33,11 +34,12 @@ def test_a_filled_run_holds_what_it_would_in_a_steady_state(
             assert layer.keys[slot, :, :num].std() > 0.5
             is_compacted = bool(cache.compacted_at[layer_idx, slot])
             assert is_compacted == (num < held), "a row further is a position further, or not"
-    seen = [len(seq.prompt) + len(seq.tokens) - 1 for seq in run.batch.active]
+    seen = [len(seq.prompt) + len(seq.tokens) - 1 for seq in run.active]
     assert seen == [held] * slots
-    for _ in range(2 * buffer):
+    num_steps = 2 * buffer + 1  # what the last of 2 * buffer has made due leaves in the next
+    for _ in range(num_steps):
         run.step()
-    assert cache.seq_len.tolist() == [held + 2 * buffer] * slots
+    assert cache.seq_len.tolist() == [held + num_steps] * slots
     if stack != "full" and held >= budget + buffer:
         # Once in a buffer for every sequence and layer, spread over the steps.
         assert run.report.compactions == 2 * slots * LAYERS

@@ -1,4 +1,4 @@
-"""Eviction: score, select and evict the rows of slots that are due.
+"""The evictor: which slots are due, and which of their rows leave: due, score, select, evict.
 
 A call of a hook is for one layer and all its due slots that hold equally many rows, without those
 of a prompt that stays, and in their fullest KV head if heads share them: so the tensors of a
@@ -14,19 +14,22 @@ from functools import partial
 from itertools import chain, groupby
 from typing import Any
 
-import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache
+from kvpolicy.engine.compaction import Compaction, DueSlot
 from kvpolicy.engine.eviction.choice import final_scores
+from kvpolicy.engine.extensions.base import Extensions
 from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.errors import HookError
 from kvpolicy.hooks.late_checks import Concerned, LateChecks, settle
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
+from kvpolicy.plan.resolved import LayerPlan
 from kvpolicy.state import Bound, Memory
 
 # Makes the rows of some slots, each in a layer.
@@ -38,35 +41,11 @@ _GPU_CALL_BYTES = 512 << 20
 _CPU_CALL_BYTES = 4 << 20  # larger calls leave the cache of a core and are slower
 
 
-@attrs.frozen(eq=False)
-class DueSlot:
-    """The slot of a sequence in a layer where it is due.
+class Evictor:
+    """Brings slots that are due within their budgets.
 
     Attributes:
-        layer_idx: Decoder layer, counted from 0.
-        sequence: The sequence.
-        stack: The layer's policies.
-        budget: Rows that stay.
-        probe_queries: Queries of tokens that might follow, ``[H_q, P, D]``; ``None``: no policy has
-            asked for any.
-    """
-
-    layer_idx: int
-    sequence: Sequence
-    stack: Stack
-    budget: int
-    probe_queries: Tensor | None = None
-
-    @property
-    def slot(self) -> int:
-        """The slot."""
-        return self.sequence.slot
-
-
-class Eviction:
-    """Brings slots within their budget.
-
-    Attributes:
+        num_compactions: Compactions of one sequence in one layer, so far.
         call_bytes: The most bytes of keys and values in one call for several layers.
         defers: Whether values of answers are checked by `settle`, and not at once.
     """
@@ -74,8 +53,12 @@ class Eviction:
     def __init__(
         self,
         cache: KVCache,
+        layers: abc.Sequence[LayerPlan],
+        stacks: abc.Sequence[Stack],
         timings: PolicyTimings,
         errors: ErrorScope,
+        *,
+        extensions: Extensions | None = None,
         make_rows: MakeRows = LayerRows,
         bound: abc.Sequence[Bound] | None = None,
     ) -> None:
@@ -83,20 +66,91 @@ class Eviction:
 
         Args:
             cache: The KV cache; changed in place.
+            layers: What each layer does.
+            stacks: The policies of each layer.
             timings: Measures the time of policies.
             errors: Isolates errors of hooks.
+            extensions: Are told of evictions, and supply arguments of hooks; ``None``: there are
+                none.
             make_rows: Makes the rows that hooks see.
             bound: What policies have made of the weights of each layer; ``None``: nothing.
         """
-        self._cache, self._timings, self._errors = cache, timings, errors
+        self.num_compactions = 0
+        self._cache, self._layers, self._stacks = cache, layers, stacks
+        self._timings, self._errors = timings, errors
+        self._extensions = extensions or Extensions()
         self._make_rows = make_rows
         self._bound = bound or [Bound()] * len(cache.layers)
         on_cpu = all(stack.shape.device.type == "cpu" for stack in cache.stacks)
         self.call_bytes = _CPU_CALL_BYTES if on_cpu else _GPU_CALL_BYTES
         self.defers = not on_cpu
         self._late: list[LateChecks] = []
+        self._asked_due = [
+            layer_idx
+            for layer_idx, (layer, stack) in enumerate(zip(layers, stacks, strict=True))
+            if layer.budget is not None and stack.implements("due")
+        ]
+        self._budgets = np.array([layer.budget or np.inf for layer in layers])[:, None]
 
-    def run(self, due: abc.Iterable[DueSlot]) -> None:
+    @property
+    def asks_due(self) -> bool:
+        """Whether policies say after every token which sequences are due."""
+        return bool(self._asked_due)
+
+    def evict(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Compact what is due of some sequences with slots, unless they have ended.
+
+        Rows that no later token sees are dropped first, and hooks are called only if more than the
+        budget remain.
+
+        Raises:
+            HookError: If a policy raises.
+            HookResultError: If a policy's answer breaks the contract.
+        """
+        cache = self._cache
+        # What was looked at and has seen no token since is not due.
+        new = [
+            seq
+            for seq in sequences
+            if seq.finish_reason is None and seq.looked_at != int(cache.seq_len[seq.slot])
+        ]
+        slots = [seq.slot for seq in new]
+        for seq, seen in zip(new, cache.seq_len[slots].tolist(), strict=True):
+            seq.looked_at = seen
+        due = cache.full(slots)  # [layers, sequences]
+        if not new or not (self._asked_due or due.any()):
+            return
+        self._ask_due(due, new, slots)
+        over_budget = self._budgets - cache.num_pads[:, slots]
+        due &= cache.num_candidates(slots) > over_budget
+        due &= np.array([seq.finish_reason is None for seq in new])
+        if not due.any():
+            return
+        for index in np.flatnonzero(due.any(axis=0)).tolist():
+            self.note_peak(new[index])
+        places = [(layer_idx, slots[index]) for layer_idx, index in np.argwhere(due).tolist()]
+        cache.drop_unseen(places, self._make_rows)
+        due &= cache.num_candidates(slots) > over_budget
+        for one in self._extensions:
+            one.before_eviction(new, due)
+        for index in np.flatnonzero(due.any(axis=0)).tolist():
+            new[index].compactions += 1
+        before = cache.rows.copy()
+        self.compact(
+            DueSlot(
+                layer_idx,
+                new[index],
+                self._stacks[layer_idx],
+                int(over_budget[layer_idx, index]),
+            )
+            for layer_idx, index in np.argwhere(due).tolist()
+        )
+        num_evicted = before - cache.rows
+        for seq in new:
+            seq.rows_evicted += int(num_evicted[:, seq.slot].sum())
+        self.num_compactions += int(np.count_nonzero(num_evicted))
+
+    def compact(self, due: abc.Iterable[DueSlot]) -> None:
         """Compact slots.
 
         Args:
@@ -114,8 +168,7 @@ class Eviction:
                 # Hooks see no padding: sequences with equally many rows and stored queries are
                 # compacted together.
                 num_queries = min(int(self._cache.seq_len[one.slot]), one.stack.window_size)
-                num_probed = 0 if one.probe_queries is None else one.probe_queries.shape[1]
-                alike = num_rows, self._most_rows(one), num_queries, num_probed
+                alike = num_rows, self._most_rows(one), num_queries, self._extensions.together(one)
                 groups[self._asked(one), one.budget, *alike].append(one)
         for group in groups.values():
             for call in self._calls(group):
@@ -133,6 +186,55 @@ class Eviction:
         if self._late:
             late, self._late = self._late, []
             settle(late)
+
+    def note_peak(self, seq: Sequence) -> None:
+        """Update the peaks of a sequence.
+
+        Rows only grow between compactions: this is needed before each, and at the end.
+        """
+        rows = self._cache.rows[:, seq.slot]
+        seq.peak_rows = max(seq.peak_rows, int(rows.max()))
+        seq.peak_bytes = max(seq.peak_bytes, int(rows @ self._cache.row_bytes))
+        seq.full_bytes = self._cache.full_bytes(seq.slot)
+
+    # What is due
+
+    def _ask_due(
+        self, due: np.ndarray, sequences: abc.Sequence[Sequence], slots: list[int]
+    ) -> None:
+        """Add what policies want compacted, ``[layers, B]``; nothing whose prompt is not all in."""
+        seq_len = self._cache.seq_len[slots]
+        prompt_len = np.array(
+            [seq.prompt_len(seen) for seq, seen in zip(sequences, seq_len.tolist(), strict=True)]
+        )
+        candidates = self._cache.num_candidates(slots)
+        answers: dict[object, Tensor | None] = {}
+        for layer_idx in self._asked_due:
+            layer, stack = self._layers[layer_idx], self._stacks[layer_idx]
+            rows = candidates[layer_idx]
+            # Layers that are treated alike and hold equally many rows share an answer.
+            key = (
+                (id(stack), layer.budget, layer.buffer, rows.tobytes())
+                if stack.folds
+                else layer_idx
+            )
+            if key not in answers:
+                answers[key] = None
+                with self._errors.covering(sequences):
+                    answers[key] = stack.due(
+                        layer_idx,
+                        num_rows=torch.from_numpy(rows),
+                        seq_len=torch.from_numpy(seq_len),
+                        prompt_len=torch.from_numpy(prompt_len),
+                        budget=layer.budget,
+                        buffer=layer.buffer,
+                        memory=Memory([seq.memory for seq in sequences]),
+                    )
+            answer = answers[key]
+            if answer is not None:
+                due[layer_idx] |= answer.numpy() & (seq_len >= prompt_len)
+
+    # Which slots are asked about together
 
     def _num_rows(self, due: DueSlot) -> int:
         """Rows that hooks see."""
@@ -166,6 +268,8 @@ class Eviction:
             call = call + layer
         yield call
 
+    # A call of the hooks
+
     def _compact(self, due: list[DueSlot]) -> None:
         """Compact slots, layer by layer if the layers together fail."""
         layers = _by_layer(_going_on(due))
@@ -178,32 +282,33 @@ class Eviction:
         """Compact slots of one layer."""
         if not due:
             return
-        rows, late = self._rows(due), self._late_checks(due)
+        one = self._compaction(due)
         names = due[0].stack.tracks if len(due) > 1 else ()
-        tracks = {name: rows.track(name).clone() for name in names}
+        tracks = {name: one.rows.track(name).clone() for name in names}
         with self._covering(due):
-            self._evict(due, rows, self._choose(due, rows, late), late)
+            self._choose(one)
+            self._evict(one)
             return
         if going := _going_on(due):  # the model has failed for others of the call
             for name, numbers in tracks.items():
-                rows.set_track(name, numbers)
+                one.rows.set_track(name, numbers)
             self._compact_layer(going)
 
     def _compact_together(self, layers: list[list[DueSlot]]) -> bool:
         """Compact slots of several layers; if a policy fails to choose, nothing, and false."""
         due = list(chain.from_iterable(layers))
-        rows, late = self._rows(due), self._late_checks(due)
-        tracks = {name: rows.track(name).clone() for name in due[0].stack.tracks}
+        one = self._compaction(due)
+        tracks = {name: one.rows.track(name).clone() for name in due[0].stack.tracks}
         try:
-            keep = self._choose(due, rows, late)
+            keep = self._choose(one)
         except HookError:
             for name, numbers in tracks.items():
-                rows.set_track(name, numbers)
-            if late is not None:
-                self._late.remove(late)
+                one.rows.set_track(name, numbers)
+            if one.late is not None:
+                self._late.remove(one.late)
             return False
         if not due[0].stack.implements("evict"):
-            self._evict(due, rows, keep, late)
+            self._evict(one)
             return True
         # A policy that stores rows itself has changed them when it fails: ask layer by layer.
         for layer, kept in zip(layers, keep.split([len(layer) for layer in layers]), strict=True):
@@ -211,10 +316,21 @@ class Eviction:
             if chosen:
                 own = kept[[layer.index(one) for one in chosen]] if chosen != layer else kept
                 with self._covering(chosen):
-                    self._evict(chosen, self._rows(chosen), own, self._late_checks(chosen))
+                    of_layer = self._compaction(chosen)
+                    of_layer.keep = own
+                    self._evict(of_layer)
                     continue
                 self._compact_layer(_going_on(chosen))
         return True
+
+    def _compaction(self, due: list[DueSlot]) -> Compaction:
+        rows = self._make_rows(
+            self._cache, [one.layer_idx for one in due], [one.slot for one in due]
+        )
+        rows.budget = due[0].budget
+        return Compaction(
+            due, rows, self._late_checks(due), arguments=self._extensions.arguments(due)
+        )
 
     def _late_checks(self, due: list[DueSlot]) -> LateChecks | None:
         """Keeps the answers to hook calls for these slots; ``None``: they are checked at once."""
@@ -228,14 +344,6 @@ class Eviction:
             start += len(layer)
         self._late.append(LateChecks(concerned))
         return self._late[-1]
-
-    def _rows(self, due: list[DueSlot]) -> LayerRows:
-        layers, slots = [one.layer_idx for one in due], [one.slot for one in due]
-        rows = self._make_rows(self._cache, layers, slots)
-        probed = [one.probe_queries for one in due if one.probe_queries is not None]
-        rows.probe_queries = torch.stack(probed) if probed else None
-        rows.budget = due[0].budget
-        return rows
 
     @contextmanager
     def _covering(self, due: list[DueSlot]) -> abc.Iterator[None]:
@@ -255,39 +363,44 @@ class Eviction:
                 for seq in lost:
                     seq.fail_without_token()
 
-    def _choose(self, due: list[DueSlot], rows: LayerRows, late: LateChecks | None) -> Tensor:
-        """Ask which rows stay, ``[B, H_kv, K]``, or a mask ``[B, H_kv, T]``."""
-        first, positions = due[0], rows.positions
-        shared = self._shared(due) | {"positions": positions, "budget": first.budget}
+    def _choose(self, one: Compaction) -> Tensor:
+        """Ask which rows stay."""
+        first, positions = one.due[0], one.rows.positions
+        shared = self._shared(one) | {"positions": positions, "budget": first.budget}
         with self._timings.time("score_s", positions.device):
             scores = final_scores(
-                rows,
+                one.rows,
                 first.stack,
                 first.layer_idx,
-                late=late,
+                late=one.late,
                 bound=self._bound[first.layer_idx],
+                supplied=one.arguments,
                 **shared,
             )
         with self._timings.time("select_s", positions.device):
-            heads = "own" if rows.absent is None else "shared"
-            return first.stack.select(first.layer_idx, late, scores=scores, heads=heads, **shared)
+            heads = "own" if one.rows.absent is None else "shared"
+            one.keep = first.stack.select(
+                first.layer_idx, one.late, scores=scores, heads=heads, **shared
+            )
+        return one.keep
 
-    def _evict(
-        self, due: list[DueSlot], rows: LayerRows, keep: Tensor, late: LateChecks | None
-    ) -> None:
-        first = due[0]
-        with self._timings.time("compaction_s", keep.device):
-            first.stack.evict(rows, keep, first.layer_idx, _memory(due), late)
+    def _evict(self, one: Compaction) -> None:
+        """Have the rows leave that were not chosen."""
+        first = one.due[0]
+        assert one.keep is not None, "they were chosen"
+        for extension in self._extensions:
+            extension.compacted(one)
+        with self._timings.time("compaction_s", one.keep.device):
+            first.stack.evict(one.rows, one.keep, first.layer_idx, one.memory, one.late)
 
-    def _shared(self, due: list[DueSlot]) -> dict[str, Any]:
+    def _shared(self, one: Compaction) -> dict[str, Any]:
         """Arguments of `protect`, `score` and `select` that come from the sequences."""
-        named = "prompt_len" in due[0].stack.reads
-        prompt_len = torch.tensor([len(one.sequence.prompt) for one in due]) if named else None
-        return {"prompt_len": prompt_len, "memory": _memory(due)}
-
-
-def _memory(due: abc.Sequence[DueSlot]) -> Memory:
-    return Memory([one.sequence.memory for one in due])
+        prompt_len = None
+        if "prompt_len" in one.due[0].stack.reads:
+            seen = self._cache.seq_len[[due.slot for due in one.due]].tolist()
+            pairs = zip(one.sequences, seen, strict=True)
+            prompt_len = torch.tensor([seq.prompt_len(num) for seq, num in pairs])
+        return {"prompt_len": prompt_len, "memory": one.memory}
 
 
 def _going_on(due: abc.Sequence[DueSlot]) -> list[DueSlot]:

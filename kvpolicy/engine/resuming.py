@@ -6,10 +6,10 @@ from functools import cached_property
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from kvpolicy.cache.slab import KVCache, Slab
 from kvpolicy.cache.slot_contents import copy_slot, fill_slot
-from kvpolicy.engine.eviction.observer import Observer
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.snapshots.memory_copies import MemoryCopies
 from kvpolicy.engine.snapshots.snapshot import Costs, SequenceSnapshot
@@ -104,7 +104,7 @@ class Resuming:
         self,
         seq: Sequence,
         cache: KVCache,
-        observer: Observer,
+        states: Tensor | None,
         registers: RegisterFile,
         newest: abc.Sequence[int | None] | None = None,
         seen: int | None = None,
@@ -114,7 +114,7 @@ class Resuming:
         Args:
             seq: The sequence.
             cache: The KV cache.
-            observer: Holds what is not observed yet.
+            states: Its states that wait for policies.
             registers: The registers of all slots.
             newest: How many of its newest rows to copy in each layer, see `copy_slot`.
             seen: Leave out the tokens from this one on, see there.
@@ -130,7 +130,7 @@ class Resuming:
             prompt=tuple(seq.prompt),
             tokens=tuple(seq.tokens),
             contents=copy_slot(cache, seq.slot, newest, seen),
-            states=observer.pending_states(seq),
+            states=states,
             num_observed=seq.num_observed,
             registers={
                 number: {name: float(tensor[seq.slot]) for name, tensor in named.items()}
@@ -147,7 +147,6 @@ class Resuming:
         snapshot: SequenceSnapshot,
         seq: Sequence,
         cache: KVCache,
-        observer: Observer,
         registers: RegisterFile,
     ) -> None:
         """Put a snapshot into the slot of a sequence, which is that of the snapshot then.
@@ -160,7 +159,6 @@ class Resuming:
         self.memories.unpack(snapshot.memory, seq.memory, moved)
         fill_slot(cache, seq.slot, snapshot.contents)
         seq.num_observed = snapshot.num_observed
-        observer.put_states(seq, snapshot.states)
         for number, named in snapshot.registers.items():
             tensors = registers.of_policy(self.memories.policies[number])
             for name, value in named.items():

@@ -1,4 +1,4 @@
-"""Calls `mark` for new rows: in the forward, or for several tokens of a sequence at a time.
+"""Marks of new rows: `mark` is called in the forward, or for several tokens of a sequence later.
 
 In prefill, all policies that mark are called within the forward, for the tokens of its sequences.
 In decode, those that declare ``marks_in_step`` are called within every step. For the others, what
@@ -7,17 +7,18 @@ tokens as the smallest buffer of these layers, but at most `MOST_KEPT`. They are
 full, and before a compaction in such a layer, with the keys and values that the slabs hold by then.
 """
 
-import sys
 from collections import abc
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvpolicy.cache.rings import StateRing
-from kvpolicy.cache.slab import KVCache
+from kvpolicy.engine.extensions.base import ANY, CoreParts, Extension
 from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.engine.requests.sequence import Sequence
+from kvpolicy.engine.step import Drawn, Output, Step
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.model.marking import Marking
@@ -29,13 +30,13 @@ from kvpolicy.state import Bound
 MOST_KEPT = 128
 
 
-class Marker:
+class Annotate(Extension):
     """Asks for marks and writes them.
 
-    Attributes:
-        ring: What enters the attention of layers that are marked after decode steps, as far as it
-            is not marked, if there are such layers.
+    Its ring keeps what enters the attention of layers that are marked after decode steps.
     """
+
+    name = "annotate"
 
     def __init__(
         self,
@@ -45,6 +46,10 @@ class Marker:
         timings: PolicyTimings,
         errors: ErrorScope,
         processes: SingleProcess,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
         """Bind what all forwards share.
 
@@ -55,6 +60,9 @@ class Marker:
             timings: Measures the time of policies.
             errors: Isolates errors of hooks.
             processes: The processes that hold the model.
+            hidden_size: Size of a hidden state, ``M``.
+            dtype: Precision of hidden states.
+            device: Where rings are; ``None``: on the devices of their layers.
         """
         self._stacks, self._timings, self._errors = stacks, timings, errors
         self._bound, self._processes = bound, processes
@@ -63,83 +71,82 @@ class Marker:
         self._in_step = {
             index: stack.marked_in_step for index, stack in enumerate(stacks) if stack.is_marked
         }
-        self._cache: KVCache
-        self.ring: StateRing | None = None
+        self._size, self._dtype, self._device = hidden_size, dtype, device
 
-    def attach(
-        self,
-        cache: KVCache,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
-    ) -> None:
-        """Use a cache, and allocate the ring of its slots.
-
-        It is on the devices of its layers, unless one is given.
-        """
-        self._cache = cache
+    def attach(self, core: CoreParts) -> None:
+        """Allocate the ring of the slots."""
+        self.cache = cache = core.cache
         if self._later:
-            devices = {i: device or cache.layers[i].shape.device for i in self._later}
-            self.ring = StateRing(cache, self._interval, hidden_size, dtype, devices)
+            devices = {i: self._device or cache.layers[i].shape.device for i in self._later}
+            self.ring = StateRing(cache, self._interval, self._size, self._dtype, devices)
 
-    def in_prefill(self, sequences: abc.Sequence[Sequence]) -> Marking | None:
-        """Marks the rows of a forward of prompts; ``None`` if no policy marks."""
-        return Marking(partial(self._ask_in_prefill, sequences)) if self._in_step else None
+    def num_taken(self, seq: Sequence) -> int:
+        """Tokens whose rows are marked."""
+        return seq.num_marked
 
-    def in_decode(
-        self, sequences: abc.Sequence[Sequence], *, keeps: bool = False
-    ) -> Marking | None:
-        """Marks the rows of a decode step; ``None`` if no policy marks.
+    def take(self, seq: Sequence) -> None:
+        """Mark what is not marked yet, so that no states wait."""
+        self.flush(seq)
 
-        Args:
-            sequences: The sequences of the step.
-            keeps: Whether to put states into the ring, because the step does not do so itself.
-        """
-        if not self._in_step:
-            return None
-        return Marking(partial(self._ask_in_decode, sequences, keeps), self._in_step)
+    def put(self, seq: Sequence, states: Tensor | None) -> None:
+        """All rows of a sequence from elsewhere are marked."""
+        self._note_all([seq])
 
-    def note_all(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Note that all rows of some sequences are marked."""
-        for seq in sequences:
-            seq.num_marked = int(self._cache.seq_len[seq.slot])
-
-    def num_free(self, sequences: abc.Sequence[Sequence]) -> int:
+    def repeats(self, sequences: abc.Sequence[Sequence]) -> int:
         """Tokens that each of these sequences can still take before a ring is full."""
         if self.ring is None:
-            return sys.maxsize
-        return self._interval - max(map(self._num_pending, sequences))
+            return ANY
+        return self._interval - max(map(self._num_pending, sequences), default=0)
 
-    def flush_full(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Mark the rows of the sequences whose rings are full."""
-        for seq in sequences if self.ring else ():
-            if self._num_pending(seq) >= self._interval:
+    def before(self, step: Step) -> None:
+        """Have the forward ask for marks; what waits from before another turn is marked first."""
+        if step.is_decode:
+            ask = partial(self._ask_in_decode, step)
+            step.marking = Marking(ask, self._in_step)
+            # A replay leaves out the calls that a listener is to receive.
+            step.runs_python |= any(
+                stack.marked_in_step and stack.is_recorded for stack in self._stacks
+            )
+            return
+        for seq in step.sequences:
+            self.flush(seq)
+        step.marking = Marking(partial(self._ask_in_prefill, step))
+
+    def after(self, step: Step, output: Output, drawn: Drawn) -> None:
+        """Rows of prompts are marked; those of decode steps are when a ring is full."""
+        if not step.is_decode:
+            self._note_all(step.sequences)
+            return
+        for seq in step.sequences if self.ring else ():
+            if seq.error is None and self._num_pending(seq) >= self._interval:
                 self.flush(seq)
 
-    def flush(self, seq: Sequence, layers: abc.Collection[int] | None = None) -> None:
-        """Mark all rows of a sequence that are not marked yet.
+    def before_eviction(self, sequences: abc.Sequence[Sequence], due: np.ndarray) -> None:
+        """Mark the rows of what is compacted in a layer that has a ring."""
+        layers = [] if self.ring is None else list(self.ring.layers)
+        for index in np.flatnonzero(due[layers].any(axis=0)).tolist():
+            self.flush(sequences[index])
 
-        Args:
-            seq: The sequence.
-            layers: Do so only if one of these is marked after decode steps; ``None``: always.
-        """
-        ring = self.ring
-        if ring is None or (layers is not None and set(ring.layers).isdisjoint(layers)):
-            return
-        num_new = self._num_pending(seq)
-        if num_new:
+    def flush(self, seq: Sequence) -> None:
+        """Mark all rows of a sequence that are not marked yet."""
+        ring, num_new = self.ring, self._num_pending(seq)
+        if ring is not None and num_new:
             with self._errors.covering([seq]):
                 for layer_idx in ring.layers:
-                    states = ring.take(seq.slot, num_new, layer_idx)
-                    self._mark_kept(seq, layer_idx, states)
+                    self._mark_kept(seq, layer_idx, ring.take(seq.slot, num_new, layer_idx))
             seq.num_marked += num_new
 
+    def _note_all(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Note that all rows of some sequences are marked."""
+        for seq in sequences:
+            seq.num_marked = int(self.cache.seq_len[seq.slot])
+
     def _num_pending(self, seq: Sequence) -> int:
-        return int(self._cache.seq_len[seq.slot]) - seq.num_marked
+        return int(self.cache.seq_len[seq.slot]) - seq.num_marked
 
     def _mark_kept(self, seq: Sequence, layer_idx: int, states: Tensor) -> None:
         """Mark the newest rows of a slot in a layer from the states in its ring, ``[N, M]``."""
-        cache, slot = self._cache, seq.slot
+        cache, slot = self.cache, seq.slot
         layer, num_rows = cache.layers[layer_idx], int(cache.rows[layer_idx, slot])
         # A slab that is shorter than the ring has dropped the first of these rows.
         num_held = min(len(states), num_rows)
@@ -158,33 +165,29 @@ class Marker:
                 layer.put_newest(layer.tracks[name], slot, num_rows, numbers.T)
 
     def _ask_in_prefill(
-        self, sequences: abc.Sequence[Sequence], layer_idx: int, *tokens: Tensor
+        self, step: Step, layer_idx: int, *tokens: Tensor
     ) -> abc.Mapping[str, Tensor]:
         with self._timings.time("mark_s", tokens[0].device):
-            return self._covered(sequences, layer_idx, None, tokens)
+            return self._covered(step, layer_idx, None, tokens)
 
     def _ask_in_decode(
-        self, sequences: abc.Sequence[Sequence], keeps: bool, layer_idx: int, *tokens: Tensor
+        self, step: Step, layer_idx: int, *tokens: Tensor
     ) -> abc.Mapping[str, Tensor]:
-        if keeps and self.ring is not None and layer_idx in self.ring.layers:
-            pending = [self._num_pending(seq) for seq in sequences]
-            self.ring.note([seq.slot for seq in sequences], pending, tokens[0], layer_idx)
+        if not step.is_static and self.ring is not None and layer_idx in self.ring.layers:
+            pending = [self._num_pending(seq) for seq in step.sequences]
+            self.ring.note(step.slots, pending, tokens[0], layer_idx)
         if not self._in_step[layer_idx]:
             return {}
         with self._timings.time("mark_s", None):  # it may be captured in a graph, as time is not
-            return self._covered(sequences, layer_idx, True, tokens)
+            return self._covered(step, layer_idx, True, tokens)
 
     def _covered(
-        self,
-        sequences: abc.Sequence[Sequence],
-        layer_idx: int,
-        in_step: bool | None,
-        tokens: abc.Sequence[Tensor],
+        self, step: Step, layer_idx: int, in_step: bool | None, tokens: abc.Sequence[Tensor]
     ) -> abc.Mapping[str, Tensor]:
         """Ask unless a policy has failed in this forward, which affects all its sequences."""
         marks: abc.Mapping[str, Tensor] = {}
-        if sequences[0].error is None:
-            with self._errors.covering(sequences):
+        if step.error is None:
+            with self._errors.covering(step.sequences, step.fail):
                 marks = self._asked(layer_idx, in_step, *tokens)
         return marks
 

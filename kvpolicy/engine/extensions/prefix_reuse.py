@@ -19,13 +19,15 @@ from typing import Any
 import attrs
 
 from kvpolicy.attention.accumulators import ACCUMULATORS
-from kvpolicy.cache.slab import KVCache
+from kvpolicy.engine.extensions.base import ANY, Extension
+from kvpolicy.engine.extensions.snapshots import Snapshots
 from kvpolicy.engine.requests.sequence import Sequence
+from kvpolicy.engine.resuming import Resuming
 from kvpolicy.engine.reuse.nodes import Node, block_keys, chained
 from kvpolicy.engine.reuse.parts import SequencePart, joined
-from kvpolicy.engine.reuse.resuming import Resuming
 from kvpolicy.engine.reuse.store import Found, PrefixStore
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
+from kvpolicy.engine.step import Drawn, Output, Step
 from kvpolicy.errors import KVPolicyError, SnapshotError, error_summary
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.model.adapter import ModelAdapter
@@ -34,17 +36,11 @@ from kvpolicy.plan.resolved import ResolvedPlan
 
 _log = logging.getLogger(__name__)
 
-# Takes a snapshot as of some tokens, with so many of the newest rows of each layer.
-Take = abc.Callable[[Sequence, abc.Sequence[int | None], int], SequenceSnapshot]
-
-# Has a sequence go on from a snapshot.
-Resume = abc.Callable[[Sequence, SequenceSnapshot], None]
-
 # What no token is, before those of a whole prompt or of the end of a conversation.
 _WHOLE, _TURN = -1, -2
 
 
-class Reusing:
+class Prefixes:
     """What an engine needs to use a prefix store.
 
     Attributes:
@@ -142,79 +138,85 @@ class _Progress:
     seen: int = 0
 
 
-class PromptReuse:
-    """Looks up and stores the sequences of one batch.
+class PrefixReuse(Extension):
+    """Looks up and stores the sequences of one core.
 
     Attributes:
         num_reused: Tokens so far that were not computed.
     """
 
-    def __init__(self, reusing: Reusing, cache: KVCache, take: Take, resume: Resume) -> None:
-        self._reusing, self._store = reusing, reusing.store
-        self._cache, self._take, self._resume = cache, take, resume
+    name = "prefix reuse"
+
+    def __init__(self, prefixes: Prefixes, snapshots: Snapshots) -> None:
+        """Take a store that is bound to the engine, and what copies sequences."""
+        self._prefixes, self._store = prefixes, prefixes.store
+        self._snapshots = snapshots
         self.num_reused = 0
         self._progress: dict[Sequence, _Progress] = {}  # in order of admission
 
-    @property
-    def keeps_ends(self) -> bool:
-        """Whether sequences are stored at their end."""
-        return self._store.conversations
+    def report(self) -> abc.Mapping[str, Any]:
+        """How many tokens were not computed."""
+        return {"reused_tokens": self.num_reused}
 
-    def begin(self, seq: Sequence) -> None:
-        """Note a sequence that has been given a slot."""
-        block, root = self._store.block_tokens, self._reusing.root()
-        # At least one token is left, whose logits are wanted.
-        keys = block_keys(root, seq.prompt[:-1], block)
-        progress = _Progress(root, keys, chained(root, (_WHOLE, *seq.prompt)))
-        progress.is_fresh = seq.request.resume is None
-        self._progress[seq] = progress
+    def repeats(self, sequences: abc.Sequence[Sequence]) -> int:
+        """Only the host finds stop strings: later steps would change what is stored at the end."""
+        keeps_ends = self._store.conversations
+        return 1 if keeps_ends and any(seq.request.stop for seq in sequences) else ANY
 
-    def ready(self, waiting: abc.Sequence[Sequence]) -> list[Sequence]:
-        """Have sequences go on with what is stored; those that are to be prefilled now.
+    def admit(self, group: abc.Sequence[Sequence]) -> None:
+        """Note sequences that have been given slots."""
+        block, root = self._store.block_tokens, self._prefixes.root()
+        for seq in group:
+            # At least one token is left, whose logits are wanted.
+            keys = block_keys(root, seq.prompt[:-1], block)
+            progress = _Progress(root, keys, chained(root, (_WHOLE, *seq.prompt)))
+            progress.is_fresh = seq.request.resume is None
+            self._progress[seq] = progress
 
-        Left out are those whose next block is computed by one that was admitted before them.
-
-        Args:
-            waiting: Sequences whose prompts are not all in.
-        """
-        chosen: list[Sequence] = []
-        computed: set[bytes] = set()
-        root = self._reusing.root() if waiting else b""
+    def advance(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Have sequences go on with what is stored."""
+        root = self._prefixes.root() if sequences else b""
         for seq, progress in self._progress.items():
-            if seq in waiting:
+            if seq in sequences:
                 if progress.root != root:  # its rows are of the model as it was before
                     progress.root, progress.is_fresh = b"", False
                 self._look_up(seq, progress)
+
+    def ready(self, sequences: abc.Sequence[Sequence]) -> list[Sequence]:
+        """Those whose next block is not computed by one that was admitted before them."""
+        chosen: list[Sequence] = []
+        computed: set[bytes] = set()
+        for seq, progress in self._progress.items():
             if seq.finish_reason is not None or self._seen(seq) >= len(seq.prompt):
                 continue
             key = self._next_key(seq, progress)
-            if key not in computed and seq in waiting:
+            if key not in computed and seq in sequences:
                 chosen.append(seq)
             if key is not None:
                 computed.add(key)
         return chosen
 
-    def num_until_end(self, seq: Sequence) -> int | None:
-        """Tokens up to where the next chunk of a sequence must end; ``None``: anywhere."""
+    def most(self, seq: Sequence) -> int:
+        """Tokens up to where the next chunk of a sequence must end."""
         progress = self._progress[seq]
         if not (progress.is_fresh and progress.stores and self._ends_chunks(seq)):
-            return None
+            return ANY
         end = self._next_end(seq, self._seen(seq))
-        return None if end is None else end - self._seen(seq)
+        return ANY if end is None else end - self._seen(seq)
 
-    def note(self, served: abc.Sequence[Sequence]) -> None:
+    def after(self, step: Step, output: Output, drawn: Drawn) -> None:
         """Store what sequences hold after a chunk, before it is compacted."""
-        for seq in served:
+        for seq in () if step.is_decode else step.sequences:
             progress = self._progress[seq]
             if seq.error is None and progress.is_fresh and progress.stores:
                 self._store_blocks(seq, progress)
             progress.seen = self._seen(seq)
 
-    def end(self, seq: Sequence) -> None:
+    def finish(self, seq: Sequence) -> None:
         """Store a sequence that has ended, for requests that go on with it."""
         progress = self._progress.pop(seq)
         ends_well = seq.finish_reason in ("stop", "length")
-        if self.keeps_ends and ends_well and progress.root == self._reusing.root():
+        if self._store.conversations and ends_well and progress.root == self._prefixes.root():
             self._store_turn(seq, progress)
         self._store.let_go(progress)
 
@@ -225,7 +227,7 @@ class PromptReuse:
         # Rows that are copied have no log-probabilities.
         if not progress.is_fresh or seq.request.prompt_logprobs is not None:
             return
-        if self._seen(seq) == 0 and self.keeps_ends:
+        if self._seen(seq) == 0 and self._store.conversations:
             found = self._store.find_turn(progress, progress.keys, seq.prompt)
             if found is not None and self._can_grow(seq, found):
                 self._go_on(seq, progress, found)
@@ -238,7 +240,7 @@ class PromptReuse:
     def _wanted(self, seq: Sequence, progress: _Progress) -> abc.Iterator[tuple[bytes, int]]:
         """Keys of states beyond what a sequence has seen, and their tokens; the longest first."""
         seen, block = self._seen(seq), self._store.block_tokens
-        if self._reusing.cuts_prompts:
+        if self._prefixes.cuts_prompts:
             for number in range(len(progress.keys) - 1, seen // block, -1):
                 yield progress.keys[number], number * block
         elif seen < len(seq.prompt) - 1:
@@ -247,7 +249,7 @@ class PromptReuse:
     def _can_grow(self, seq: Sequence, found: Found) -> bool:
         """Whether a conversation may become as long as a sequence."""
         before = found.parts[-1].snapshot.seq_len
-        return self._reusing.adapter.growth_problem(before, seq.max_len - 1) is None
+        return self._prefixes.adapter.growth_problem(before, seq.max_len - 1) is None
 
     def _go_on(self, seq: Sequence, progress: _Progress, found: Found) -> None:
         """Have a sequence go on with what was found, if it is what was stored."""
@@ -268,11 +270,11 @@ class PromptReuse:
         self._store.note_reused(num_reused)
         progress.node, progress.is_fresh = found.node, not is_turn
         progress.seen = snapshot.seq_len
-        self._resume(seq, snapshot)
+        self._snapshots.resume(seq, snapshot)
 
     def _joined(self, found: Found, seq: Sequence) -> SequenceSnapshot | None:
         """The sequence that was found; ``None`` if parts that were read do not fit together."""
-        devices = [layer.shape.device for layer in self._cache.layers]
+        devices = [layer.shape.device for layer in self.cache.layers]
         token_ids = seq.prompt[: found.node.num_tokens]
         if not found.is_read:
             return joined(found.parts, token_ids, devices)
@@ -281,7 +283,7 @@ class PromptReuse:
             contents = snapshot.contents
             staying = min(contents.prompt_len, snapshot.seq_len)  # of a prompt that is longer
             contents = attrs.evolve(contents, prompt_len=staying)
-            problem = self._reusing.resuming.problem_with(snapshot)
+            problem = self._prefixes.resuming.problem_with(snapshot)
             problem = problem or attrs.evolve(snapshot, contents=contents).problem
         except Exception as error:  # of files that someone else has written
             problem = error_summary(error)
@@ -296,7 +298,7 @@ class PromptReuse:
         """Store the states at the ends of blocks that the last chunk has reached."""
         for end in self._ends(seq, progress):
             key = self._key(progress, end)
-            token_ids = seq.prompt[:end] if self._reusing.cuts_prompts else seq.prompt
+            token_ids = seq.prompt[:end] if self._prefixes.cuts_prompts else seq.prompt
             known = self._store.link(progress, key, token_ids)
             if known is None:
                 self._store.note_miss()
@@ -329,7 +331,7 @@ class PromptReuse:
             return None
         newest, taken = self._shared(seq, parent, seen)
         try:
-            snapshot = self._take(seq, newest, seen)
+            snapshot = self._snapshots.snapshot(seq, newest, seen)
         except SnapshotError:
             return None
         # Tokens are those of the nodes.
@@ -349,7 +351,7 @@ class PromptReuse:
         newest: list[int | None] = []
         taken: list[tuple[int, int]] = []
         part = None if parent is None else parent.part
-        for layer_idx in range(len(self._cache.layers)):
+        for layer_idx in range(len(self.cache.layers)):
             num_new, before = self._num_new(seq, layer_idx, part, seen)
             newest.append(num_new)
             taken.append(before)
@@ -363,7 +365,7 @@ class PromptReuse:
         It holds those of a layer that was not compacted since, less what has left a sliding window,
         or the first rows of a prompt that stays.
         """
-        cache, layer, place = self._cache, self._cache.layers[layer_idx], (layer_idx, seq.slot)
+        cache, layer, place = self.cache, self.cache.layers[layer_idx], (layer_idx, seq.slot)
         num_rows = int(cache.rows[place]) - (self._seen(seq) - seen)
         compacted_at, is_ragged = cache.compacted_at[place], layer.bounds is not None
         if part is None:
@@ -390,14 +392,14 @@ class PromptReuse:
         return range((progress.seen // block + 1) * block, min(seen + 1, len(seq.prompt)), block)
 
     def _ends_chunks(self, seq: Sequence) -> bool:
-        return self._reusing.ends_chunks or self._is_compacted(seq)
+        return self._prefixes.ends_chunks or self._is_compacted(seq)
 
     def _next_end(self, seq: Sequence, seen: int) -> int | None:
         """Tokens at which the state of a sequence is stored next; ``None``: at no more."""
         num = len(seq.prompt)
-        if not self._reusing.cuts_prompts:
+        if not self._prefixes.cuts_prompts:
             return num - 1 if seen < num - 1 else None
-        block = self._reusing.stride if self._is_compacted(seq) else self._store.block_tokens
+        block = self._prefixes.stride if self._is_compacted(seq) else self._store.block_tokens
         end = (seen // block + 1) * block
         return end if end < num else None
 
@@ -409,12 +411,12 @@ class PromptReuse:
 
     def _key(self, progress: _Progress, end: int) -> bytes:
         """The key of a state at the end of a block."""
-        if not self._reusing.cuts_prompts:
+        if not self._prefixes.cuts_prompts:
             return progress.whole
         return progress.keys[end // self._store.block_tokens]
 
     def _is_compacted(self, seq: Sequence) -> bool:
-        return bool(self._cache.compacted_at[:, seq.slot].any())
+        return bool(self.cache.compacted_at[:, seq.slot].any())
 
     def _seen(self, seq: Sequence) -> int:
-        return int(self._cache.seq_len[seq.slot])
+        return int(self.cache.seq_len[seq.slot])

@@ -1,0 +1,93 @@
+"""Snapshots: a sequence out of its slot, as a value; a request can go on from one."""
+
+import weakref
+from collections import abc
+
+from kvpolicy.engine.extensions.base import ANY, CoreParts, Extension
+from kvpolicy.engine.requests.sequence import Sequence
+from kvpolicy.engine.resuming import Resuming
+from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
+from kvpolicy.errors import SnapshotError
+from kvpolicy.state import RegisterFile
+
+
+class Snapshots(Extension):
+    """Takes snapshots of sequences in their slots, and puts them into slots."""
+
+    name = "snapshots"
+
+    def __init__(self, resuming: Resuming, registers: RegisterFile) -> None:
+        """Take what knows the plan and the model, and the registers of all slots."""
+        self._resuming, self._registers = resuming, registers
+
+    def attach(self, core: CoreParts) -> None:
+        """Take the core."""
+        # No reference back: a run that is dropped frees its slabs at once.
+        self.cache, self._core = core.cache, weakref.proxy(core)
+
+    def admit(self, group: abc.Sequence[Sequence]) -> None:
+        """Bring sequences to where the snapshots were taken that their requests go on from."""
+        for seq in group:
+            if seq.request.resume is not None:
+                self.resume(seq, seq.request.resume)
+
+    def repeats(self, sequences: abc.Sequence[Sequence]) -> int:
+        """Only the host finds stop strings: later steps would change tracks of the snapshot."""
+        return 1 if any(seq.request.snapshot and seq.request.stop for seq in sequences) else ANY
+
+    def finish(self, seq: Sequence) -> None:
+        """Take the snapshot that the request asks for."""
+        if seq.request.snapshot and seq.error is None:
+            try:
+                seq.snapshot = self.snapshot(seq)
+            except SnapshotError as error:
+                seq.finish_reason, seq.error = "error", str(error)
+
+    def snapshot(
+        self,
+        seq: Sequence,
+        newest: abc.Sequence[int | None] | None = None,
+        seen: int | None = None,
+    ) -> SequenceSnapshot:
+        """A copy of a sequence in its slot, as it is now.
+
+        Args:
+            seq: The sequence.
+            newest: How many of its newest rows to copy in each layer, see `copy_slot`.
+            seen: Leave out the tokens from this one on, see there.
+
+        Raises:
+            SnapshotError: If sequences cannot be copied.
+        """
+        self._core.evictor.settle()
+        ended, seq.finish_reason = seq.finish_reason, None
+        states = self._core.extensions.take(seq)
+        if seq.error is not None:
+            raise SnapshotError(seq.error)
+        seq.finish_reason = ended
+        if seen is None:  # else its rows were fewer: peaks are noted later
+            self._core.evictor.note_peak(seq)
+        return self._resuming.take(seq, self.cache, states, self._registers, newest, seen)
+
+    def put_snapshot(self, seq: Sequence, snapshot: SequenceSnapshot) -> None:
+        """Have a sequence hold in its slot what a snapshot holds.
+
+        Raises:
+            SnapshotError: If a policy remembers something that cannot be copied.
+        """
+        self._resuming.put(snapshot, seq, self.cache, self._registers)
+        for one in self._core.extensions:
+            one.put(seq, snapshot.states)
+
+    def resume(self, seq: Sequence, snapshot: SequenceSnapshot) -> None:
+        """Bring a sequence to where a snapshot was taken; it ends with an error if it cannot be.
+
+        What is due there is compacted before the tokens that follow are seen, as it would have been
+        had the sequence not been cut.
+        """
+        try:
+            self.put_snapshot(seq, snapshot)
+        except SnapshotError as error:
+            seq.fail(str(error))
+            return
+        seq.began_at, seq.prompt_before = snapshot.seq_len, len(snapshot.prompt)

@@ -1,0 +1,157 @@
+"""The runner: a `Step` in, an `Output` out. It calls the model, and commits nothing.
+
+Chunks of prompts run eagerly, decode steps of most models as static steps: one function of tensors
+at fixed addresses (`kvpolicy.cache.static_step`), which may be compiled, or replayed from a graph.
+"""
+
+from collections import abc
+
+import torch
+from torch import Tensor
+
+from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.slab import KVCache
+from kvpolicy.cache.static_step import StaticStep
+from kvpolicy.engine.requests.sequence import Sequence
+from kvpolicy.engine.step import Drawn, Output, Step
+from kvpolicy.model.adapter import ForwardInput, ModelAdapter
+from kvpolicy.model.graphs import GraphRunner
+from kvpolicy.model.static_forward import Compiled, StaticForward, static_forward
+
+
+class Runner:
+    """Runs the steps of one cache.
+
+    Attributes:
+        max_steps: The most static decode steps whose tokens are read together; 0: decode steps are
+            not static.
+        static: The static decode step of the cache; ``None``: decode steps run eagerly.
+        as_it_is: Runs a static step without graphs.
+        graphs: Replays static steps, on a GPU; ``None``: they run as they are.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        cache: KVCache,
+        static: StaticStep | None = None,
+        *,
+        max_steps: int = 0,
+        num_taken: abc.Sequence[abc.Callable[[Sequence], int]] = (),
+        compiled: Compiled | None = None,
+        graph_problem: str | None = None,
+    ) -> None:
+        """Bind a model to a cache.
+
+        Args:
+            adapter: The model.
+            cache: The KV cache.
+            static: The static decode step of the cache; ``None``: decode steps run eagerly.
+            max_steps: See the attribute.
+            num_taken: For each ring of the static step, how many tokens of a sequence were taken
+                from it.
+            compiled: Runs static steps instead of the model as it is.
+            graph_problem: Why static steps are not replayed from graphs; ``None``: on a GPU they
+                are.
+        """
+        self.max_steps = max_steps
+        self._adapter, self._cache, self.static = adapter, cache, static
+        self._compiled, self._graph_problem = compiled, graph_problem
+        self._num_taken = num_taken
+        self.as_it_is: StaticForward = compiled or static_forward
+        self._on_gpu = adapter.device.type == "cuda"
+        self.graphs: GraphRunner | None = None
+        if self._on_gpu and graph_problem is None:
+            self.graphs = GraphRunner(self.as_it_is)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether decode steps are static."""
+        return self.static is not None
+
+    @property
+    def path(self) -> str:
+        """How static steps are run, see `RunReport`."""
+        path = "static, compiled" if self._compiled else "static"
+        if self.graphs is None:
+            return f"{path}, without graphs: {self._graph_problem}" if self._on_gpu else path
+        problem = self.graphs.problem
+        return f"{path}, in graphs" if problem is None else f"{path}, without graphs: {problem}"
+
+    def run(self, step: Step) -> Output:
+        """Compute the new tokens of a step; their rows are provisional until `commit`."""
+        if step.is_decode and self.static is not None:
+            return self._run_static(step, self.static)
+        return self._run_eagerly(step)
+
+    def commit(self, step: Step, output: Output, drawn: Drawn, num_new: abc.Sequence[int]) -> None:
+        """Count the new rows of a step; none of a forward in which a policy has failed.
+
+        Args:
+            step: The step.
+            output: What it has computed.
+            drawn: The tokens drawn.
+            num_new: How many of them each sequence has taken.
+        """
+        static = self.static
+        if static is None or output.opened is not static:
+            (output.opened.commit if step.error is None else output.opened.discard)()
+            return
+        if not step.draws and step.error is None:
+            tokens = torch.tensor([token for (token,) in drawn.tokens], device=output.logits.device)
+            static.finish(output.logits, output.states, tokens)
+        goes_on = [seq.finish_reason is None and step.error is None for seq in step.sequences]
+        static.count(num_new, [seq.tokens[-1] for seq in step.sequences], goes_on)
+
+    def _run_eagerly(self, step: Step) -> Output:
+        layout = StepLayout(self._cache, step.slots, step.lengths, step.totals)
+        token_ids = torch.zeros(len(step.tokens), layout.width, dtype=torch.int64)
+        for row, tokens in zip(token_ids, step.tokens, strict=True):
+            row[layout.width - len(tokens) :] = torch.tensor(tokens)
+        step.newest = token_ids[:, -1]
+        given = ForwardInput(
+            token_ids,
+            layout,
+            step.steer,
+            step.wants_states,
+            wants_logits=step.wants_logits,
+            marking=step.marking,
+        )
+        logits, states = self._adapter.forward(given)
+        return Output(logits, states, given.logits, layout)
+
+    def begin_static(self, step: Step, static: StaticStep) -> ForwardInput:
+        """Have the static step take over what a step is about; the input of its forwards."""
+        sequences = step.sequences
+        static.begin(
+            [tokens[-1] for tokens in step.tokens],
+            [seq.continuation for seq in sequences],
+            [[of(seq) for seq in sequences] for of in self._num_taken],
+        )
+        step.newest = static.token_ids[: static.num_served]
+        return ForwardInput(
+            step.newest[:, None],
+            static,
+            step.steer,
+            step.wants_states,
+            run=self.as_it_is if self.graphs is None or step.runs_python else self.graphs,
+            draws=step.draws,
+            marking=step.marking,
+        )
+
+    def _run_static(self, step: Step, static: StaticStep) -> Output:
+        given, sequences = self.begin_static(step, static), step.sequences
+        num_done, logits = 0, torch.empty(0)
+        states: Tensor | None = None
+        for _ in range(step.repeats):
+            logits, states = self._adapter.forward(given)
+            if step.error is not None:  # what was captured lacks the work that has failed
+                if self.graphs is not None:
+                    self.graphs.forget()
+                break
+            if step.draws:
+                for show in step.on_drawn:
+                    show(sequences, logits, static.tokens[num_done])
+            num_done += 1
+        drawn = static.read(num_done) if step.draws else None
+        return Output(logits, states, None, static, drawn)

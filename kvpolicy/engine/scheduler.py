@@ -1,0 +1,261 @@
+"""The scheduler: requests in, steps out; what sequences have become, results out."""
+
+from collections import abc, deque
+
+from kvpolicy.engine.core import Core
+from kvpolicy.engine.requests.isolation import ErrorScope
+from kvpolicy.engine.requests.request_queue import RequestQueue
+from kvpolicy.engine.requests.sequence import Sequence
+from kvpolicy.engine.sampler import Sampler
+from kvpolicy.engine.slots import Slots
+from kvpolicy.engine.step import Step
+from kvpolicy.hooks.stack import Stack
+
+
+class Scheduler:
+    """Queue, slots, chunks of prompts and turns.
+
+    Attributes:
+        queue: Requests without a slot.
+        slots: The sequence in each slot.
+        takes_turns: Whether chunks of prompts and decode steps take turns, so that first tokens
+            leave before the next decode, sequences that are decoded wait for one chunk at most, and
+            new requests are noticed after each. If not, the prompts of all free slots come first.
+        num_prompt_tokens: Prompt tokens of the requests that were given a slot.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        queue: RequestQueue,
+        sampler: Sampler,
+        policies: Stack,
+        errors: ErrorScope,
+        *,
+        chunk: int,
+        max_tokens_per_forward: int,
+        takes_turns: bool,
+    ) -> None:
+        """No request has a slot yet.
+
+        Args:
+            core: What steps are made for.
+            queue: The requests.
+            sampler: Draws the tokens.
+            policies: The policies of `schedule`.
+            errors: Isolates errors of hooks.
+            chunk: The most prompt tokens of one sequence in one forward.
+            max_tokens_per_forward: The most prompt tokens of all sequences in one forward, pads
+                included.
+            takes_turns: See the attribute.
+        """
+        self.queue, self.takes_turns = queue, takes_turns
+        self._core, self._sampler, self._policies, self._errors = core, sampler, policies, errors
+        self.slots = Slots(core.cache)
+        self._chunks = Chunks(core, chunk, max_tokens_per_forward)
+        self._groups: deque[list[Sequence]] = deque()  # whose prompts are not all in
+        self._group: list[Sequence] = []  # whose turn it is
+        self._was_prompt = False
+        self._changed: list[Sequence] = []  # by the last step, or as they were given slots
+        self.num_prompt_tokens = 0
+        self._ended: list[Sequence] = []
+
+    def admit(self) -> list[Sequence]:
+        """End what was cancelled, and give free slots to waiting requests.
+
+        Returns:
+            The sequences that may be due: those of the last step, and those that go on from what
+            was taken elsewhere.
+        """
+        self._end_requests()
+        self._group = []
+        if not (self.takes_turns and self._was_prompt and self.ready):
+            self._group = self._next_group()
+            for one in self._core.extensions if self._group else ():
+                one.advance(self._chunks.unfinished(self._group))
+        changed, self._changed = [*self._changed, *self._group], []
+        return _going_on(dict.fromkeys(changed))
+
+    def schedule(self) -> Step | None:
+        """The next step: a chunk of each prompt of a group, or a decode step; ``None``: neither."""
+        self._was_prompt = bool(self._group)
+        step = None
+        if self._group:
+            step = self._chunks.step(self._group)
+        elif self.ready:
+            step = self._decode_step()
+        self._changed = [] if step is None else [*step.sequences]
+        return step
+
+    def finish(self) -> list[Sequence]:
+        """Take sequences that have ended out of their slots; all that have ended since."""
+        self._release()
+        return self.take_ended()
+
+    def take_ended(self) -> list[Sequence]:
+        """Sequences that have ended and hold no slot, which were not returned yet."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def ready(self) -> list[Sequence]:
+        """The sequences whose prompts are in: they have a token that a decode step can bring in."""
+        return [seq for seq in _going_on(self.slots.active) if seq.tokens]
+
+    def _end_requests(self) -> None:
+        """Take over new requests, and end those that were cancelled or whose time is up."""
+        queue = self.queue
+        if not queue.take_in():
+            return
+        self._ended += queue.pop_ended()
+        for seq in self.slots.active:
+            seq.finish_reason = queue.reason_to_end(seq)
+        self._release()
+        queue.forget_ends()
+
+    def _release(self) -> None:
+        for seq in self.slots.active:
+            if seq.finish_reason is not None:
+                self._core.evictor.note_peak(seq)
+                for one in self._core.extensions:
+                    one.finish(seq)
+                self.slots.clear(seq)
+                self._ended.append(seq)
+        # Nothing keeps a sequence that has ended, and with it what policies remember.
+        self._changed = _going_on(self._changed)
+        self._group = _going_on(self._group)
+
+    def _next_group(self) -> list[Sequence]:
+        """Sequences whose prompts are to be brought in; none if there are none.
+
+        Waiting ones are admitted before. Groups follow one another, or take turns with each chunk.
+        """
+        self._drop_finished()
+        while (self.takes_turns or not self._groups) and (admitted := self._ask_schedule()):
+            for group in admitted:
+                for seq in group:
+                    self.slots.place(seq)
+                for one in self._core.extensions:
+                    one.admit(group)
+                self.num_prompt_tokens += sum(seq.num_prompt for seq in group)
+                self._changed += group
+            self._groups += admitted
+            self._release()
+            self._drop_finished()
+        if self.takes_turns:
+            self._groups.rotate()
+        return self._groups[0] if self._groups else []
+
+    def _drop_finished(self) -> None:
+        """Forget groups whose prompts are all in, or whose sequences have ended."""
+        self._groups = deque(group for group in self._groups if self._chunks.unfinished(group))
+
+    def _ask_schedule(self) -> list[list[Sequence]]:
+        """Take the sequences to admit next from the queue, in groups whose prompts enter together.
+
+        Empty if no slot is free, no request waits, or the policies wait.
+        """
+        waiting, num_free = self.queue.waiting, self.slots.num_free
+        if not waiting or not num_free:
+            return []
+        # Without a policy, only the first ones matter, of many that may wait.
+        is_asked = self._policies.implements("schedule")
+        in_order = self.queue.in_order(None if is_asked else num_free)
+        groups: list[list[int]] = []
+        with self._errors.covering(in_order):
+            groups = self._policies.schedule(
+                [seq.waiting for seq in in_order], num_free, len(self.slots.active)
+            )
+        self._ended += [waiting.pop(seq.id) for seq in in_order if seq.error is not None]
+        return [[waiting.pop(number) for number in group] for group in groups]
+
+    def _decode_step(self) -> Step:
+        """The newest token of every sequence whose prompt is in."""
+        sequences = self.slots.pack(self.ready)
+        step = decode_step(sequences)
+        step.is_static = self._core.runner.is_static
+        if step.is_static:
+            step.draws = not self._sampler.reads_tokens(sequences)
+            step.repeats = self._repeats(sequences) if step.draws else 1
+        return step
+
+    def _repeats(self, sequences: abc.Sequence[Sequence]) -> int:
+        """Static steps that can follow each other before their tokens are read.
+
+        Until then nothing is due, and no policy is asked what is.
+        """
+        most = self._core.runner.max_steps
+        if most == 1 or self._core.evictor.asks_due or len(sequences) < len(self.slots.active):
+            return 1  # prompts of the others are to go on
+        free = int(self._core.cache.num_free_rows([seq.slot for seq in sequences]).min())
+        needed = max(seq.max_len - seq.num_tokens for seq in sequences)
+        return min(most, free, needed, self._core.extensions.repeats(sequences))
+
+
+class Chunks:
+    """Cuts prompts into chunks."""
+
+    def __init__(self, core: Core, chunk: int, max_tokens_per_forward: int) -> None:
+        """Take the limits of a forward, see `Scheduler`."""
+        self._cache, self._extensions = core.cache, core.extensions
+        self._chunk = min(chunk, max_tokens_per_forward)
+        self._most = max_tokens_per_forward
+
+    def unfinished(self, group: abc.Iterable[Sequence]) -> list[Sequence]:
+        """Those whose prompts are not all in, and that have not ended."""
+        return [seq for seq in _going_on(group) if self._num_left(seq) > 0]
+
+    def step(self, group: abc.Iterable[Sequence]) -> Step | None:
+        """The next chunks of the prompts of a group; ``None`` if none is to be computed now."""
+        waiting = self._extensions.ready(self.unfinished(group))
+        if not waiting:
+            return None
+        lengths = self._lengths(waiting)
+        served = list(waiting[: len(lengths)])
+        starts = self._cache.seq_len[[seq.slot for seq in served]].tolist()
+        of_each = list(zip(served, starts, lengths, strict=True))
+        return Step(
+            served,
+            [list(seq.prompt[start : start + num]) for seq, start, num in of_each],
+            is_decode=False,
+            completes=[start + num == len(seq.prompt) for seq, start, num in of_each],
+            totals=[len(seq.prompt) for seq in served],
+        )
+
+    def _num_left(self, seq: Sequence) -> int:
+        """Prompt tokens that are not in yet."""
+        return len(seq.prompt) - int(self._cache.seq_len[seq.slot])
+
+    def _lengths(self, sequences: abc.Sequence[Sequence]) -> list[int]:
+        """Tokens of the next chunks, of as many of the first sequences as a forward may have.
+
+        The others wait until the prompts before theirs are in.
+        """
+        free = self._cache.num_free_rows([seq.slot for seq in sequences]).tolist()
+        most = min(self._most, self._extensions.most_in_all(sequences))
+        lengths: list[int] = []
+        width = 0  # of the forward: shorter chunks are padded
+        for seq, num_free in zip(sequences, free, strict=True):
+            num_left = self._num_left(seq)
+            length = min(num_left, num_free, self._chunk, most, self._extensions.most(seq))
+            width = max(width, length)
+            if width * (len(lengths) + 1) > most:
+                break
+            lengths.append(length)
+        return lengths
+
+
+def _going_on(sequences: abc.Iterable[Sequence]) -> list[Sequence]:
+    """Those that have not ended."""
+    return [seq for seq in sequences if seq.finish_reason is None]
+
+
+def decode_step(sequences: list[Sequence]) -> Step:
+    """A step that brings in the newest token of each sequence."""
+    return Step(
+        sequences,
+        [[seq.tokens[-1]] for seq in sequences],
+        is_decode=True,
+        completes=[True] * len(sequences),
+        totals=[seq.num_tokens for seq in sequences],
+    )
