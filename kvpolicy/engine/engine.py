@@ -40,6 +40,7 @@ from kvpolicy.plan.resolved import ResolvedPlan
 
 DEFAULT_SLOTS = 8
 DEFAULT_STEPS_PER_READ = 8  # on a GPU
+DEFAULT_NEW_TOKENS = 256
 
 
 class Engine(BoundPlan):
@@ -182,7 +183,7 @@ class Engine(BoundPlan):
         self,
         prompts: abc.Iterable[str | abc.Sequence[int] | Request],
         *,
-        max_new_tokens: int = 256,
+        max_new_tokens: int = DEFAULT_NEW_TOKENS,
         sampling: Sampling | abc.Sequence[Sampling] = Sampling(),  # noqa: B008 - frozen
         stop: str | abc.Iterable[str] = (),
         stop_ids: abc.Iterable[int] | None = None,
@@ -202,21 +203,17 @@ class Engine(BoundPlan):
         Returns:
             A run: iterate over it for results as they finish. Nothing is computed before.
         """
-        if isinstance(prompts, (str, Request)):
-            msg = f"generate() was given one prompt, {prompts!r:.60}; give a list of prompts"
-            raise KVPolicyError(msg)
-        if isinstance(prompts, (bytes, abc.Mapping)) or not isinstance(prompts, abc.Iterable):
-            msg = f"prompts were given as {prompts!r:.60}; give a list of prompts"
-            raise KVPolicyError(msg)
-        prompts = list(prompts)
-        samplings = samplings_of(sampling, len(prompts))
-        requests = [
-            prompt
-            if isinstance(prompt, Request)
-            else Request(prompt, max_new_tokens, one, stop, stop_ids, min_new_tokens=min_new_tokens)
-            for prompt, one in zip(prompts, samplings, strict=True)
-        ]
-        return Run(self, requests)
+        return Run(
+            self,
+            _requests(
+                prompts,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                stop=stop,
+                stop_ids=stop_ids,
+                min_new_tokens=min_new_tokens,
+            ),
+        )
 
     def open_run(
         self,
@@ -261,9 +258,34 @@ class Engine(BoundPlan):
             prompt: Text, token ids, or a request.
             options: As for `generate`.
         """
-        requests = self.generate([prompt], **options).requests
         # Pieces are wanted one by one, and the first one as soon as it is there.
-        return Stream(Run(self, requests, takes_turns=True, steps_per_read=1))
+        return Stream(Run(self, _requests([prompt], **options), takes_turns=True, steps_per_read=1))
+
+
+def _requests(
+    prompts: abc.Iterable[str | abc.Sequence[int] | Request],
+    *,
+    max_new_tokens: int = DEFAULT_NEW_TOKENS,
+    sampling: Sampling | abc.Sequence[Sampling] = Sampling(),  # noqa: B008 - frozen
+    stop: str | abc.Iterable[str] = (),
+    stop_ids: abc.Iterable[int] | None = None,
+    min_new_tokens: int | None = None,
+) -> list[Request]:
+    """The requests of prompts; the arguments are those of `Engine.generate`."""
+    if isinstance(prompts, (str, Request)):
+        msg = f"generate() was given one prompt, {prompts!r:.60}; give a list of prompts"
+        raise KVPolicyError(msg)
+    if isinstance(prompts, (bytes, abc.Mapping)) or not isinstance(prompts, abc.Iterable):
+        msg = f"prompts were given as {prompts!r:.60}; give a list of prompts"
+        raise KVPolicyError(msg)
+    prompts = list(prompts)
+    samplings = samplings_of(sampling, len(prompts))
+    return [
+        prompt
+        if isinstance(prompt, Request)
+        else Request(prompt, max_new_tokens, one, stop, stop_ids, min_new_tokens=min_new_tokens)
+        for prompt, one in zip(prompts, samplings, strict=True)
+    ]
 
 
 class Run:
