@@ -212,8 +212,8 @@ def due(
 ) -> Tensor | None:
     """Choose which sequences are compacted now.
 
-    Called per layer after every forward once the whole prompt is prefilled. The first policy to
-    answer wins; if none answers, a sequence is compacted when its buffer is full. A full slab
+    Called per layer before the next forward once the whole prompt is prefilled. The first policy
+    to answer wins; if none answers, a sequence is compacted when its buffer is full. A full slab
     is compacted and a sequence within its budget is not, whatever the answer.
 
     Args:
