@@ -203,7 +203,7 @@ class Parts:
             own = layers, stacks, self.registers, self.tokenizer
             yield make(*own, *calls, **sizes, device=device or adapter.last_device)
         if any(stack.implements("probe") for stack in stacks):
-            make = _feature("lookahead", "Lookahead", "policies that implement probe()")
+            make = _feature("lookahead", "LookaheadQueries", "policies that implement probe()")
             limits = {
                 "chunk": min(self.chunk, self.max_tokens_per_forward),
                 "max_tokens_per_forward": self.max_tokens_per_forward,

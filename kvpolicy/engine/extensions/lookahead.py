@@ -34,7 +34,7 @@ class _Asked:
     layers: list[int]
 
 
-class Lookahead(Extension):
+class LookaheadQueries(Extension):
     """Asks policies for probes, runs them, and supplies their queries.
 
     Attributes:

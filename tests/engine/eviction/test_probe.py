@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvpolicy import Engine, Plan, PolicyCache, Probe, Request, hookimpl, observed_weights
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import KVCache, Slab
-from kvpolicy.engine.extensions.lookahead import Lookahead
+from kvpolicy.engine.extensions.lookahead import LookaheadQueries
 from kvpolicy.engine.tracing import recording
 from kvpolicy.errors import HookError, HookResultError, PolicyLoadError
 from kvpolicy.model.adapter import ForwardInput, ModelAdapter
@@ -161,9 +161,9 @@ def test_a_probe_leaves_no_trace(
 ) -> None:
     """Bit for bit: before and after it, and in all that follows."""
     compared = []
-    look_ahead = Lookahead.before_eviction
+    look_ahead = LookaheadQueries.before_eviction
 
-    def before_eviction(self: Lookahead, sequences: Any, due: Any) -> None:
+    def before_eviction(self: LookaheadQueries, sequences: Any, due: Any) -> None:
         before = contents(self.cache)
         memories = [str(seq.memory) for seq in sequences]
         tokens = [(seq.prompt, [*seq.tokens], seq.num_observed) for seq in sequences]
@@ -183,7 +183,7 @@ def test_a_probe_leaves_no_trace(
 
     asks = Asks(tuple(answers))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lookahead, "before_eviction", before_eviction)
+        patch.setattr(LookaheadQueries, "before_eviction", before_eviction)
         tokens, tensors = outcome(asks)
     plain, expected = outcome(Asks())
     assert tokens == plain
