@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.engine.compose import problem_with
-from kvpolicy.engine.requests.logits_processors import SequenceProcessors
+from kvpolicy.engine.requests.logits_processors import SequenceProcessors, own_processors
 from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.engine.requests.sequence import Sequence, encode
 from kvpolicy.engine.resuming import Resuming
@@ -126,7 +126,16 @@ class Arrivals:
             given["repetition_penalty"] = float(sampling.repetition_penalty)
         if request.min_new_tokens is not None:
             given["min_new_tokens"] = request.min_new_tokens
-        made, draws = self.rules.processors(prompt, given, self.adapter.device)
+        outside = [token for token, _ in sampling.logit_bias if token >= self.adapter.vocab_size]
+        if outside:
+            msg = (
+                f"logit_bias names token id {outside[0]}; expected 0 to "
+                f"{self.adapter.vocab_size - 1}"
+            )
+            raise RequestError(msg)
+        device = self.adapter.device
+        made, draws = self.rules.processors(prompt, given, device)
+        made[:0] = own_processors(sampling, len(prompt), device)
         if draws:  # they have done all but the drawing
             sampling = Sampling(1.0, seed=sampling.seed)
         return (SequenceProcessors(made, max_len) if made else None), sampling

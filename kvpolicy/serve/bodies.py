@@ -5,6 +5,7 @@ A field that is not supported may be sent with a value that has no effect, as ma
 request never gets an answer to another question than the one that was asked.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
@@ -34,6 +35,8 @@ MAX_STOPS = 4
 MAX_STOP_LENGTH = 256  # characters
 MAX_TOP_LOGPROBS = 20
 MAX_PENALTY = 1000
+MAX_BIAS = 100  # of a token, as in OpenAI's interface
+MAX_BIASES = 1024  # tokens of one body
 _MAX_NAME = 256  # characters of names and the like
 _MOST_SHOWN = 60  # characters of a name that is wrong
 
@@ -79,8 +82,34 @@ Name = Annotated[
     Field(max_length=_MAX_NAME),
     WithJsonSchema({**_PLAIN, "maxLength": _MAX_NAME}),
 ]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 StopIds = Annotated[list[int], Field(max_length=64, fail_fast=True)]
+
+
+_BIAS = {
+    "type": "object",
+    "propertyNames": {"pattern": r"^(0|[1-9][0-9]{0,8})$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "maxProperties": MAX_BIASES,
+}
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
+
+
+def _bias(value: Any) -> Any:
+    """Numbers by token id, whose ids are texts in JSON."""
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        msg = f"should be an object with up to {MAX_BIASES} token ids"
+        raise ValueError(msg)
+    for token, number in value.items():
+        if not _TOKEN_ID.fullmatch(token):
+            msg = 'should have token ids as names, such as {"17": -2.5}'
+            raise ValueError(msg)
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if not is_number or not abs(number) <= MAX_BIAS:
+            msg = f"should have numbers from -{MAX_BIAS} to {MAX_BIAS}"
+            raise ValueError(msg)
+    return {int(token): float(number) for token, number in value.items()}
 
 
 def _whole(value: Any) -> Any:
@@ -191,6 +220,9 @@ class GenerationBody(_Strict):
     top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=MAX_PENALTY)] | None = None
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias), WithJsonSchema(_BIAS)] = {}
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     seed: Annotated[int, Field(ge=-1)] | None = None
     stop: Annotated[list[str], WithJsonSchema(_STOPS)] = []

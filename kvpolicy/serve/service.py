@@ -26,7 +26,10 @@ from kvpolicy.serve.replies import ChatReply, CompletionReply, Reply, cached_tok
 from kvpolicy.serve.settings import ServerSettings
 
 DEFAULT_COMPLETION_TOKENS = 16  # of OpenAI's interface
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "seed"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias"),
+)
 CLIENT_GONE = 499  # what proxies write into logs; nobody receives it
 
 # How requests end whose errors have these codes.

@@ -161,6 +161,14 @@ def test_end_tokens_end_a_choice_unless_they_are_to_be_ignored() -> None:
             Request("a cat", 20, Sampling(repetition_penalty=1.7)),
         ),
         (
+            {"frequency_penalty": 1.5, "presence_penalty": -0.5, "temperature": 0},
+            Request("a cat", 20, Sampling(frequency_penalty=1.5, presence_penalty=-0.5)),
+        ),
+        (
+            {"logit_bias": {"3": 100, "7": -100}, "temperature": 0},
+            Request("a cat", 20, Sampling(logit_bias={3: 100, 7: -100})),
+        ),
+        (
             {"min_tokens": 9, "temperature": 0, "stop_token_ids": [*range(30)]},
             Request("a cat", 20, Sampling(), stop_ids=tuple(range(30)), min_new_tokens=9),
         ),

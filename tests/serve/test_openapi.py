@@ -14,6 +14,8 @@ ALIKE: dict[str, list[Any]] = {
     "temperature": [0, 0.5, 2, None, -1, 2.5, "0", False],
     "top_p": [1, 0.5, None, 0, 1.5],
     "top_k": [-1, 0, 3, 3.0, None, -2, 1.5],
+    "frequency_penalty": [0, -2, 1.5, None, 3, True],
+    "logit_bias": [{}, None, {"5": 1, "0": -0.5}, {"5": 101}, {"a": 1}, {"5": True}, [5]],
     "n": [1, 2, None, 0, 17, True],
     "seed": [-1, 5, None, -2, "5"],
     "stop": ["a", ["a", "b"], [], None, "", ["a", ""], ["a"] * 5, "a\0", "a" * 257, 3],
@@ -25,7 +27,6 @@ ALIKE: dict[str, list[Any]] = {
     # Fields that are not served
     "user": ["me", 3, None, {"a": [1]}],
     "min_p": [0, 0.0, None, 0.5, False],
-    "logit_bias": [{}, None, {"5": 1}],
     "echo": [False, None, 0],
     "response_format": [{"type": "text"}, None, {"type": "json_object"}],
     "tools": [[], None, [{"a": 1}], [3]],

@@ -1,10 +1,58 @@
-"""Logits processors of a sequence: what `generate` would do to its logits before it draws."""
+"""Logits processors of a sequence: what `generate` would do to its logits before it draws.
+
+And what OpenAI's interface has beside that: a bias of tokens, and penalties on the answer's own.
+"""
 
 from collections import abc
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from kvpolicy.engine.requests.request import Sampling
+
+
+def own_processors(
+    sampling: Sampling, num_prompt: int, device: torch.device
+) -> list[LogitsProcessor]:
+    """What a request asks for that is no field of a generation config.
+
+    Args:
+        sampling: What it asks for.
+        num_prompt: Tokens of its prompt, which is not penalised.
+        device: Device of the logits.
+    """
+    found: list[LogitsProcessor] = []
+    if sampling.logit_bias:
+        found.append(_LogitBias(sampling.logit_bias, device))
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        found.append(
+            _AnswerPenalties(num_prompt, sampling.frequency_penalty, sampling.presence_penalty)
+        )
+    return found
+
+
+class _LogitBias(LogitsProcessor):
+    def __init__(self, pairs: abc.Sequence[tuple[int, float]], device: torch.device) -> None:
+        tokens, values = zip(*pairs, strict=True)
+        self._tokens = torch.tensor(tokens, device=device)
+        self._values = torch.tensor(values, device=device)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_add(1, self._tokens, self._values[None].to(scores.dtype))
+
+
+class _AnswerPenalties(LogitsProcessor):
+    """As in OpenAI's documentation: ``mu[j] - c[j] * frequency - (c[j] > 0) * presence``."""
+
+    def __init__(self, num_prompt: int, frequency: float, presence: float) -> None:
+        self._num_prompt, self._frequency, self._presence = num_prompt, frequency, presence
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        answer = input_ids[:, self._num_prompt :]
+        ones = torch.ones_like(answer, dtype=scores.dtype)
+        counts = torch.zeros_like(scores).scatter_add(1, answer, ones)
+        return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
 class SequenceProcessors:

@@ -1,8 +1,9 @@
 """Requests: a prompt, its limits, its sampling and its stop conditions."""
 
+import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -59,6 +60,33 @@ def _positive(instance: object, attribute: "attrs.Attribute[Any]", value: float)
         raise KVPolicyError(msg)
 
 
+def _number(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:
+        msg = (
+            f"{type(instance).__name__} was given {attribute.name}={value!r:.60}; expected a number"
+        )
+        raise KVPolicyError(msg)
+
+
+def _pairs(
+    bias: Mapping[int, float] | Iterable[tuple[int, float]],
+) -> tuple[tuple[int, float], ...]:
+    """Token ids with what is added to their logits, in order."""
+    try:
+        pairs = dict(bias)
+        found = sorted((operator.index(token), float(value)) for token, value in pairs.items())
+        if any(token < 0 or not math.isfinite(value) for token, value in found):
+            raise ValueError
+    except (TypeError, ValueError):
+        msg = (
+            f"Sampling was given logit_bias={bias!r:.60}; expected finite numbers by token id, "
+            "such as {17: -2.5}"
+        )
+        raise KVPolicyError(msg) from None
+    return tuple(found)
+
+
 def _probability(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         msg = (
@@ -73,8 +101,8 @@ class Sampling:
     """How the next token is sampled from the logits.
 
     Attributes:
-        temperature: Divides the logits; 0 means greedy, and of the other fields only
-            ``repetition_penalty`` has an effect.
+        temperature: Divides the logits; 0 means greedy, and of the other fields only the
+            penalties and ``logit_bias`` have an effect.
         top_k: Sample among the k likeliest tokens only; 0 means all. Of tokens with equal logits,
             those with smaller ids count as likelier.
         top_p: Sample among the smallest set of tokens with at least this probability only.
@@ -86,6 +114,11 @@ class Sampling:
         repetition_penalty: Logits of tokens that the sequence holds are divided by it if they are
             positive, else multiplied; 1 means no penalty, ``None`` that of the model's generation
             config.
+        frequency_penalty: Taken from the logit of a token for each time that the answer has it, as
+            in OpenAI's interface; below 0, it is made likelier.
+        presence_penalty: Taken once from the logits of all tokens that the answer has.
+        logit_bias: Added to the logits of some tokens, by their ids: a mapping, or pairs. A
+            request with an id that the model does not have is refused.
     """
 
     temperature: float = attrs.field(default=0.0, validator=_at_least(0))
@@ -95,6 +128,11 @@ class Sampling:
     min_p: float = attrs.field(default=0.0, validator=_share, kw_only=True)
     repetition_penalty: float | None = attrs.field(
         default=None, validator=optional(_positive), kw_only=True
+    )
+    frequency_penalty: float = attrs.field(default=0.0, validator=_number, kw_only=True)
+    presence_penalty: float = attrs.field(default=0.0, validator=_number, kw_only=True)
+    logit_bias: tuple[tuple[int, float], ...] = attrs.field(
+        default=(), converter=_pairs, kw_only=True
     )
 
     @property
