@@ -78,7 +78,7 @@ def core_of(
         bound.chunk,
         bound.max_tokens_per_forward,
     )
-    own = [*parts.of_policies(), *_of_requests(bound, registers, prefixes)]
+    own = [*_logprobs(adapter), *parts.of_policies(), *_copies(bound, registers, prefixes)]
     extensions = Extensions([*own, *(make() for make in bound.extensions)])
     evictor = Evictor(
         cache,
@@ -216,12 +216,14 @@ class Parts:
             yield make(stacks, self.registers, self.tokenizer, *calls)
 
 
-def _of_requests(
-    bound: BoundPlan, registers: RegisterFile, prefixes: Any
-) -> abc.Iterator[Extension]:
-    """The extensions that requests may ask for."""
+def _logprobs(adapter: ModelAdapter) -> abc.Iterator[Extension]:
+    """What measures tokens, before a policy that is shown them may fail."""
     if is_there(_EXTENSIONS + "logprobs"):
-        yield _feature("logprobs", "Logprobs", "requests")(bound.adapter.vocab_size)
+        yield _feature("logprobs", "Logprobs", "requests")(adapter.vocab_size)
+
+
+def _copies(bound: BoundPlan, registers: RegisterFile, prefixes: Any) -> abc.Iterator[Extension]:
+    """What copies sequences out of their slots, after policies were shown what is new of them."""
     snapshots = None
     if prefixes is not None or is_there(_EXTENSIONS + "snapshots"):
         snapshots = _feature("snapshots", "Snapshots", "prefixes")(bound.resuming, registers)

@@ -20,7 +20,7 @@ class Stops:
     calls = []
 
     @hookimpl
-    def score(self, positions):
+    def score(self, layer_idx, positions):
         self.calls.append(1)
         if len(self.calls) == self.after:
             raise KeyboardInterrupt if self.interrupts else IndexError("no such head")

@@ -352,7 +352,7 @@ def test_failing_policy_ends_its_requests_only() -> None:
     engine = Engine(llama(), plan=Plan.uniform(FailsOn(7), budget=8, buffer=2), slots=2)
     run = engine.open_run(max_len=60, on_hook_error="answer")
     for number in range(6):
-        run.submit(Request([7 if number % 3 == 1 else 5] * (3 + number), 20))
+        run.submit(Request([7 if number % 3 == 1 else 5] * (3 + 2 * number), 20))
     results = run.results()
     assert [one.finish_reason == "error" for one in results] == [n % 3 == 1 for n in range(6)]
     assert "a policy failed" in str(results[1].error)

@@ -41,7 +41,7 @@ def test_stream_without_recent_rows_keeps_the_shortest_keys(
 
 def score(layer_idx: int, **knobs: object) -> torch.Tensor | None:
     keys = torch.randn(1, 2, 10, 4, generator=torch.Generator().manual_seed(0))
-    return load_policy("knorm", **knobs).score(layer_idx=layer_idx, keys=keys)
+    return load_policy("knorm", **knobs).score_some_layers(layer_idx=layer_idx, keys=keys)
 
 
 def test_score_is_none_only_in_skipped_layers() -> None:

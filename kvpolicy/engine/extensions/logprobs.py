@@ -51,7 +51,8 @@ class Logprobs(Extension):
         for row, seq in enumerate(sequences):
             if seq.request.logprobs is not None:
                 wanted[seq.id] = row, seq.request.logprobs
-        self._measured.append(Measured(wanted, logits, tokens))
+        if wanted:
+            self._measured.append(Measured(wanted, logits, tokens))
 
     def _measure_prompts(self, step: Step, logits: Tensor) -> None:
         """Note the log-probabilities of prompts, of logits ``[B, L, V]`` after a chunk."""
