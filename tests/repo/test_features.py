@@ -56,7 +56,7 @@ def plan(*stack, **options):
     return Plan.uniform(*stack, budget=8, buffer=4, **options)
 
 
-def answered(plan, request=Request([1, 2, 3], 20), model=model, **options):
+def answered(plan, request=Request([1, 2, 3], 20, stop_ids=()), model=model, **options):
     (result,) = Engine(model, plan=plan, **options).generate([request]).results()
     if result.error:
         raise KVPolicyError(result.error)

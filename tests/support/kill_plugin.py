@@ -26,7 +26,7 @@ class Fused:
     """Keep the newest rows; send the signal at the given compaction."""
 
     @hookimpl
-    def score(self, positions: Tensor) -> Tensor:
+    def score(self, layer_idx: int, positions: Tensor) -> Tensor:
         if FUSE.exists():
             COUNTED.append(1)
             after, signal, victim = FUSE.read_text().split()
