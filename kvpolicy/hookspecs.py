@@ -8,7 +8,7 @@ Axis letters, used for every shape in kvpolicy:
     H_kv  key/value heads                 D     size of one head
     L     tokens of one forward           M     size of the hidden state
     N     tokens of several sequences, side by side
-    P     tokens of a probe
+    P     tokens of a lookahead
 
 A policy implements only the hooks it needs, and in each names only the arguments it reads:
 pluggy passes by name, and the engine computes only what some policy in the layer's stack
@@ -26,12 +26,12 @@ only: ``T``, ``K``, ``num_rows`` and ``budget`` count these, and the others stay
 weights are shares of what the model attends to, the prompt's rows included.
 
 `allocate` and `bind` are called before anything runs; `schedule` at admissions; `due` after every
-forward; `protect`, `score`, `select` and `evict` at compactions, `probe` before them; `observe`
-for every buffer of tokens and before a compaction, and so is `mark`, which in prefill runs within
-the forward. Inside the decode step run only `steer`, and `mark` of policies that declare
-``marks_in_step = True``. Unless some policy names ``layer_idx`` or ``bound`` in `due`, `protect`,
-`score` or `select`, these are called for several layers at once: an entry of the batch axis is a
-sequence in a layer then. A hook that some knobs make unnecessary is declared with
+forward; `protect`, `score`, `select` and `evict` at compactions, `lookahead` before them; `observe`
+for every buffer of tokens and before a compaction, and so is `annotate`, which in prefill runs
+within the forward. Inside the decode step run only `steer`, and `annotate` of policies that declare
+``annotates_in_step = True``. Unless some policy names ``layer_idx`` or ``bound`` in `due`,
+`protect`, `score` or `select`, these are called for several layers at once: an entry of the batch
+axis is a sequence in a layer then. A hook that some knobs make unnecessary is declared with
 ``@hookimpl(when="NAME")``: it is there only where that attribute of the policy is true.
 """
 
@@ -42,7 +42,7 @@ from torch import Tensor
 
 from kvpolicy.cache.rows import LayerRows, Tracks
 from kvpolicy.markers import hookspec
-from kvpolicy.state import Bound, LayerWeights, Memory, Parts, Probe, Registers, WaitingRequest
+from kvpolicy.state import Bound, LayerWeights, Lookahead, Memory, Parts, Registers, WaitingRequest
 
 
 @hookspec(firstresult=True)
@@ -73,8 +73,8 @@ def bind(layer_idx: int, weights: LayerWeights) -> Any:
     """Read the weights of one layer's attention.
 
     Called once for each layer, when an engine is built. Every policy that implements it is called
-    on its own, and in that layer `mark` and `score` find what it returns in their argument `bound`;
-    the policy itself stays a value.
+    on its own, and in that layer `annotate` and `score` find what it returns in their argument
+    `bound`; the policy itself stays a value.
 
     Args:
         layer_idx: Decoder layer, counted from 0.
@@ -112,15 +112,15 @@ def schedule(
 
 
 @hookspec
-def mark(
+def annotate(
     layer_idx: int, states: Tensor, keys: Tensor, values: Tensor, positions: Tensor, bound: Bound
 ) -> Mapping[str, Tensor] | None:
     """Give new rows of one layer numbers that move with them.
 
     Called per layer for new tokens: in prefill within the forward, for those of all its sequences;
     in decode for those of one sequence whenever the smallest buffer of these layers is full (at
-    most 128 tokens), and before a compaction. Policies that declare ``marks_in_step = True`` are
-    called in every decode step instead, for the newest token of every slot; their code must be
+    most 128 tokens), and before a compaction. Policies that declare ``annotates_in_step = True``
+    are called in every decode step instead, for the newest token of every slot; their code must be
     pure tensor work. Every policy that implements it is called on its own, and the numbers are
     there whenever `score` is called.
 
@@ -233,15 +233,15 @@ def due(
 
 
 @hookspec(firstresult=True)
-def probe(
+def lookahead(
     token_ids: Tensor, seq_len: int, prompt_len: int, tokenizer: Any, memory: Memory
-) -> Probe | None:
+) -> Lookahead | None:
     """Name tokens whose queries are wanted: what the sequence might attend to.
 
     Called before a compaction, for one sequence at a time, once for all layers that share the
     stack. The first policy to answer wins; if none answers, the first answer of a part counts.
     The tokens are run through the model as if they followed, over the rows held now, and
-    forgotten; `score` gets their queries as ``probe_queries``. Nothing is observed or steered.
+    forgotten; `score` gets their queries as ``lookahead_queries``. Nothing is observed or steered.
 
     Args:
         token_ids: The tokens of the sequence so far, ``[seq_len]``, int64, on the CPU.
@@ -251,11 +251,11 @@ def probe(
         memory: The policy's own dict for this sequence: ``memory.of(self)[0]``.
 
     Returns:
-        ``Probe(token_ids=...)``, or ``Probe(num_greedy=n)``: the next ``n`` tokens of the prompt,
-        if so many are left of it; else the token that comes next and those that the model finds
-        likeliest after it, up to a stop token of the model, which is left out. From 1 to
-        ``probe_size`` tokens; those beyond the model's positions are left out. Anything else raises
-        `HookResultError`.
+        ``Lookahead(token_ids=...)``, or ``Lookahead(num_greedy=n)``: the next ``n`` tokens of the
+        prompt, if so many are left of it; else the token that comes next and those that the model
+        finds likeliest after it, up to a stop token of the model, which is left out. From 1 to
+        ``lookahead_size`` tokens; those beyond the model's positions are left out. Anything else
+        raises `HookResultError`.
     """
 
 
@@ -295,7 +295,7 @@ def score(
     values: Tensor,
     positions: Tensor,
     queries: Tensor,
-    probe_queries: Tensor,
+    lookahead_queries: Tensor,
     attn_weights: Tensor,
     attn_sums: Tensor,
     attn_squares: Tensor,
@@ -328,8 +328,8 @@ def score(
             with the keys and ``D ** -0.5`` they give the model's logits before any soft cap.
             ``W`` is the largest ``window_size`` of the policies in the stack (1 if none has
             one).
-        probe_queries: Queries after RoPE of the tokens that `probe` has named, scaled like
-            ``queries``, ``[B, H_q, P, D]``; they come after all rows. ``None`` without a probe.
+        lookahead_queries: Queries after RoPE of the tokens that `lookahead` has named, scaled like
+            ``queries``, ``[B, H_q, P, D]``; they come after all rows. ``None`` without a lookahead.
         attn_weights: Softmax weights of these queries over the rows they see, as the model
             computes them (with scaling, soft cap and learned sinks), ``[B, H_q, W, T]``, fp32.
         attn_sums: Softmax weights ``A`` each row has received from all past queries, summed over
@@ -349,13 +349,13 @@ def score(
         protected: Rows that stay in any case, bool ``[B, H_kv, T]``: those that policies of the
             stack declare or that `protect` names, as far as they fit into the budget.
         tracks: The policy's own numbers per row, which move with the rows: ``tracks["name"]``
-            is ``[B, H_kv, T]``, fp32, what `mark` has given new rows and else 0. Assign to it; a
-            change in place may be lost.
+            is ``[B, H_kv, T]``, fp32, what `annotate` has given new rows and else 0. Assign to it;
+            a change in place may be lost.
         memory: The policy's own dict for each sequence: ``memory.of(self)[b]``.
         parts: ``parts.of(self)`` calls the policies that this one combines, in the order of
             its attribute ``parts``; a list of ``[B, H_kv, T]``, fp32.
         bound: ``bound.of(self)`` is what the policy's own `bind` has returned for this layer; see
-            `mark`.
+            `annotate`.
 
     Returns:
         Scores ``[B, H_kv, T]``, floating point, higher stays. ``-inf`` makes a row leave first;

@@ -137,7 +137,7 @@ def _tuple_of(token_ids: Any) -> tuple[int, ...] | None:
 
 
 @attrs.frozen
-class Probe:
+class Lookahead:
     """Tokens whose queries a policy wants before a compaction: given ones, or greedy ones.
 
     Attributes:

@@ -156,7 +156,7 @@ def recalls(model: Any, text: Text, budget: int) -> dict[str, float]:
             ahead = queries[:, text.at : text.at + LOOKAHEAD]
             ahead = compressed[layer_idx] if "tokens" in name else ahead
             policy = load_policy(knobs["policy"], **_knobs(knobs))
-            kept = keep_rows(policy, *inputs, budget=budget, probe_queries=ahead[None])[0]
+            kept = keep_rows(policy, *inputs, budget=budget, lookahead_queries=ahead[None])[0]
             shared = (kept[:, :, None] == wanted[:, None]).any(dim=2).float().mean()
             found[name].append(float(shared))
     return {name: fmean(each) for name, each in found.items()}

@@ -1,8 +1,9 @@
-"""A paged KV cache that evicts by any plan: how `kvpolicy.decide` fits a serving engine.
+"""A paged KV cache that evicts by any plan: how `kvpolicy.select_rows` fits a serving engine.
 
 Serving engines keep keys and values in blocks of a pool; a table lists the blocks of each sequence,
 for all layers and heads at once. So all layers and heads of a sequence hold the same tokens, and a
-policy has to decide for all of them together, which `decide` does when it is given several layers.
+policy has to decide for all of them together, which `select_rows` does when it is given several
+layers.
 
 Two lengths that are equal in a full cache part here. The *logical* length counts the tokens that a
 sequence has seen: the next token gets it as its position, whatever has been evicted. The *physical*
@@ -17,7 +18,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy import GivenRows, Plan, SequenceMemory, decide
+from kvpolicy import CacheView, Plan, SequenceMemory, select_rows
 
 
 @attrs.define(eq=False)
@@ -108,10 +109,10 @@ class PagedCache:
             "prompt_len": sequence.prompt_len,
             "num_new": sequence.logical_len - sequence.compacted_at,
         }
-        decision = decide(
+        selection = select_rows(
             self.stack,
             [
-                GivenRows(
+                CacheView(
                     **{name: rows[name][layer, None] for name in names[:3]},
                     **{name: torch.tensor([length]) for name, length in lengths.items()},
                     queries=sequence.queries[layer, None],
@@ -123,9 +124,9 @@ class PagedCache:
             budget=self.budget,
             memory=[sequence.memory],
         )
-        keep = decision.keep[0]  # the same rows in all layers and heads
+        keep = selection.keep[0]  # the same rows in all layers and heads
         for name in self.stack.tracks:
-            rows[name] = torch.cat([tracks[name] for tracks in decision.tracks])
+            rows[name] = torch.cat([tracks[name] for tracks in selection.tracks])
         sequence.physical_len = len(keep)
         sequence.compacted_at = sequence.logical_len
         at = self.slots(sequence, 0, len(keep))

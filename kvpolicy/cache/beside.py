@@ -104,7 +104,7 @@ class OpenBeside(OpenRows):
     def receive(self, name: str, received: Tensor) -> None:
         """Rows of slabs receive nothing."""
 
-    def mark(self, name: str, numbers: Tensor) -> None:
+    def annotate(self, name: str, numbers: Tensor) -> None:
         """Rows beside the slabs have no tracks."""
 
 

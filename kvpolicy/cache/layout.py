@@ -85,15 +85,15 @@ class StepLayout:
         positions = tokens.on(shape.device).positions
         return tokens.real(states[:, None])[:, 0], keys, values, positions
 
-    def mark(self, layer_idx: int, marks: Mapping[str, Tensor]) -> None:
+    def annotate(self, layer_idx: int, annotations: Mapping[str, Tensor]) -> None:
         """Note numbers of the new rows of a layer, ``[N, H_kv]``, for its tracks.
 
         Args:
             layer_idx: Decoder layer, counted from 0; it has stored its rows.
-            marks: The numbers by the name of a track.
+            annotations: The numbers by the name of a track.
         """
-        for name, numbers in marks.items():
-            self.layers[layer_idx].mark(name, numbers)
+        for name, numbers in annotations.items():
+            self.layers[layer_idx].annotate(name, numbers)
 
     def commit(self) -> None:
         """Make the new rows and all that was noted part of the cache, and count the tokens."""

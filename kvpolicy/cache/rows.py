@@ -310,8 +310,8 @@ class Tracks:
     """Per-row numbers that travel with the rows, by name, for the rows of one compaction.
 
     ``tracks["name"]`` is ``[B, H_kv, T]``, fp32, for rows that joined since the last compaction
-    what `mark` has given them, else 0; assign to it to change the numbers. A policy declares the
-    names it uses in a class attribute ``tracks``.
+    what `annotate` has given them, else 0; assign to it to change the numbers. A policy declares
+    the names it uses in a class attribute ``tracks``.
     """
 
     def __init__(self, rows: HeldRows, prefix: str = "") -> None:

@@ -586,10 +586,10 @@ def register_plugins(plugins: list[Path] | None) -> None:
         PolicyLoadError: A file cannot be read or run, or has no policy.
     """
     if plugins:
-        from kvpolicy.hooks.discovery import register_file
+        from kvpolicy.hooks.discovery import load_policy_file
 
         for path in plugins:
-            register_file(path)
+            load_policy_file(path)
 
 
 def check_new_file(output: Path, suffix: str = "", *, option: str = "--output") -> None:

@@ -235,7 +235,7 @@ def _lines(found: "Footprint", name: str, model: str) -> list[str]:
         "",
         f"per slot    {format_bytes(found.bytes_per_slot)}, {share:.1%} of the full cache{rest}",
         f"{found.slots} slots".ljust(12) + format_bytes(found.num_bytes) + _copied(found),
-        *_probe(found),
+        *_lookahead(found),
         f"digest      {found.plan.digest()}",
         *_shares(found.layers),
     ]
@@ -257,12 +257,12 @@ def _copied(found: "Footprint") -> str:
     return f", and {format_bytes(found.copied_bytes)} for a moment in a compaction"
 
 
-def _probe(found: "Footprint") -> list[str]:
-    """What a probe takes, if a policy has one."""
-    if not found.probe_size:
+def _lookahead(found: "Footprint") -> list[str]:
+    """What a lookahead takes, if a policy has one."""
+    if not found.lookahead_size:
         return []
-    num_bytes = format_bytes(found.probe_bytes_per_slot)
-    return [f"probe       up to {found.probe_size:,} tokens, {num_bytes} per slot for a moment"]
+    num_bytes = format_bytes(found.lookahead_bytes_per_slot)
+    return [f"lookahead   up to {found.lookahead_size:,} tokens, {num_bytes} per slot for a moment"]
 
 
 def _shares(layers: "tuple[LayerFootprint, ...]") -> list[str]:

@@ -30,7 +30,7 @@ _STATS_EVERY_S = 0.1
 
 
 @attrs.frozen
-class Chunk:
+class StreamChunk:
     """What has come of a request since the chunk before.
 
     Attributes:
@@ -124,7 +124,7 @@ class RequestStream:
     def __aiter__(self) -> "RequestStream":
         return self
 
-    async def __anext__(self) -> Chunk:
+    async def __anext__(self) -> StreamChunk:
         """The next chunk: everything that has come since the one before.
 
         Raises:
@@ -135,14 +135,14 @@ class RequestStream:
         await self._unread.has_come.wait()
         return self._chunk()
 
-    def _chunk(self) -> Chunk:
+    def _chunk(self) -> StreamChunk:
         unread = self._unread
         tokens, logprobs, result = unread.tokens, unread.logprobs, unread.result
         unread.tokens, unread.logprobs = [], []
         if result is None:
             unread.has_come.clear()
         self._is_over = result is not None
-        return Chunk(
+        return StreamChunk(
             tuple(tokens),
             self._text(tokens, result),
             tuple(logprobs) if self._with_logprobs else None,

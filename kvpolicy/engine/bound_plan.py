@@ -79,7 +79,7 @@ class BoundPlan:
         self.adapter.add_hooks(
             steered=[i for i, stack in enumerate(self.stacks) if stack.is_steered(i)],
             states=any("hidden_states" in stack.observes for stack in self.stacks),
-            marked=[i for i, stack in enumerate(self.stacks) if stack.is_marked],
+            annotated=[i for i, stack in enumerate(self.stacks) if stack.is_annotated],
         )
         self.eager_reason = "asked for" if eager else self.adapter.eager_reason
         self.adapter.check_forward(static=self.eager_reason is None)

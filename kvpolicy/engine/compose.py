@@ -193,8 +193,8 @@ class Parts:
         stacks, adapter, layers = self.stacks, self.adapter, self.plan.layers
         calls = self.timings, self.errors
         sizes = {"hidden_size": adapter.hidden_size, "dtype": adapter.model.dtype}
-        if any(stack.is_marked for stack in stacks):
-            make = _feature("annotate", "Annotate", "policies that implement mark()")
+        if any(stack.is_annotated for stack in stacks):
+            make = _feature("annotate", "Annotate", "policies that implement annotate()")
             yield make(
                 layers, stacks, self.bound, *calls, adapter.processes, **sizes, device=device
             )
@@ -202,8 +202,8 @@ class Parts:
             make = _feature("observe", "Observe", "policies that implement observe()")
             own = layers, stacks, self.registers, self.tokenizer
             yield make(*own, *calls, **sizes, device=device or adapter.last_device)
-        if any(stack.implements("probe") for stack in stacks):
-            make = _feature("lookahead", "LookaheadQueries", "policies that implement probe()")
+        if any(stack.implements("lookahead") for stack in stacks):
+            make = _feature("lookahead", "LookaheadQueries", "policies that implement lookahead()")
             limits = {
                 "chunk": min(self.chunk, self.max_tokens_per_forward),
                 "max_tokens_per_forward": self.max_tokens_per_forward,

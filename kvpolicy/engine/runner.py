@@ -115,7 +115,7 @@ class Runner:
             step.steer,
             step.wants_states,
             wants_logits=step.wants_logits,
-            marking=step.marking,
+            annotating=step.annotating,
         )
         logits, states = self._adapter.forward(given)
         return Output(logits, states, given.logits, layout)
@@ -136,7 +136,7 @@ class Runner:
             step.wants_states,
             run=self.as_it_is if self.graphs is None or step.runs_python else self.graphs,
             draws=step.draws,
-            marking=step.marking,
+            annotating=step.annotating,
         )
 
     def _run_static(self, step: Step, static: StaticStep) -> Output:

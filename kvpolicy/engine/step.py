@@ -7,7 +7,7 @@ import attrs
 from torch import Tensor
 
 from kvpolicy.engine.requests.sequence import Sequence
-from kvpolicy.model.marking import Marking
+from kvpolicy.model.annotating import Annotating
 from kvpolicy.model.steering import Steer
 
 # Is shown the logits ``[B, V]`` after the newest token of each sequence of a step that draws, and
@@ -36,7 +36,7 @@ class Step:
         wants_states: Whether somebody reads the last hidden states.
         wants_logits: Whether somebody reads the logits after all new tokens.
         steer: Is asked for changes to the states that enter some layers, in decode steps.
-        marking: Gives the new rows of some layers numbers.
+        annotating: Gives the new rows of some layers numbers.
         on_drawn: Are shown logits and the tokens drawn from them.
         runs_python: Whether something is called in the forward that a replayed graph leaves out.
         newest: The newest token of each sequence, ``[B]``, once the forward has begun; in static
@@ -55,7 +55,7 @@ class Step:
     wants_states: bool = False
     wants_logits: bool = False
     steer: Steer | None = None
-    marking: Marking | None = None
+    annotating: Annotating | None = None
     on_drawn: list[OnDrawn] = attrs.field(factory=list)
     runs_python: bool = False
     newest: Tensor = attrs.field(init=False)

@@ -26,13 +26,13 @@ from kvpolicy.errors import KVPolicyError, error_summary
 from kvpolicy.hooks.checks import mask_of
 from kvpolicy.hooks.declarations import HOOKS
 from kvpolicy.hooks.timing import synchronize
-from kvpolicy.state import Probe, WaitingRequest
+from kvpolicy.state import Lookahead, WaitingRequest
 
 # The others are called before there is an engine that can be recorded.
 _RECORDED = tuple(hook for hook in HOOKS if hook not in ("allocate", "bind"))
 
 
-_DESCRIBED = (Tensor, WaitingRequest, Probe, dict, list, tuple, bool, int, float, str)
+_DESCRIBED = (Tensor, WaitingRequest, Lookahead, dict, list, tuple, bool, int, float, str)
 
 # Records
 
@@ -393,7 +393,7 @@ def describe(value: object) -> object:
         return value.id
     if isinstance(value, dict):
         return {str(name): describe(one) for name, one in value.items()}
-    if isinstance(value, Probe):
+    if isinstance(value, Lookahead):
         return f"{value.num_tokens} {'greedy' if value.token_ids is None else 'given'} tokens"
     if isinstance(value, list | tuple):
         return [describe(one) for one in value]

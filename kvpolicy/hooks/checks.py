@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.errors import shown
-from kvpolicy.state import LayerWeights, Probe, WaitingRequest
+from kvpolicy.state import LayerWeights, Lookahead, WaitingRequest
 
 
 @attrs.frozen(eq=False)
@@ -202,15 +202,17 @@ def due_problem(answer: object, num_sequences: int) -> str | None:
     return None if answer.dtype == torch.bool else f"returned {answer.dtype}; expected bool"
 
 
-def probe_problem(answer: object, probe_size: int, vocab_size: int) -> str | None:
-    """Check the answer to `probe`."""
-    if not isinstance(answer, Probe):
-        return f"returned {type(answer).__name__}; expected a Probe, or None"
+def lookahead_problem(answer: object, lookahead_size: int, vocab_size: int) -> str | None:
+    """Check the answer to `lookahead`."""
+    if not isinstance(answer, Lookahead):
+        return f"returned {type(answer).__name__}; expected a Lookahead, or None"
     token_ids, num_greedy = answer.token_ids, answer.num_greedy
     if type(num_greedy) is not int or (token_ids is None) != (num_greedy > 0):
         return f"returned {shown(answer)}; give either token_ids or num_greedy"
-    if not 1 <= answer.num_tokens <= probe_size:
-        return f"asks for {answer.num_tokens} tokens; its probe_size allows 1 to {probe_size}"
+    if not 1 <= answer.num_tokens <= lookahead_size:
+        return (
+            f"asks for {answer.num_tokens} tokens; its lookahead_size allows 1 to {lookahead_size}"
+        )
     for token in token_ids or ():
         if type(token) is not int or not 0 <= token < vocab_size:
             return f"names token {shown(token)}; expected integers from 0 to {vocab_size - 1}"
@@ -259,10 +261,10 @@ def _same_bits(weight: Tensor, copy: Tensor) -> bool:
     return torch.equal(found, expected)
 
 
-def mark_problem(
+def annotation_problem(
     answer: object, tracks: Sequence[str], shape: Sequence[int], device: torch.device
 ) -> str | None:
-    """Check an answer to `mark` without reading values, so the step can be captured.
+    """Check an answer to `annotate` without reading values, so the step can be captured.
 
     Args:
         answer: The answer of one policy.
@@ -276,7 +278,7 @@ def mark_problem(
         return f"returned {type(answer).__name__}; expected numbers by the name of a track"
     for name, numbers in answer.items():
         if name not in tracks:
-            return f"marks track {name!r:.60}; it declares {', '.join(tracks) or 'none'}"
+            return f"annotates track {name!r:.60}; it declares {', '.join(tracks) or 'none'}"
         problem = _tensor_problem(numbers, shape, "[N, H_kv]", device)
         if problem is None and not numbers.is_floating_point():
             problem = f"returned {numbers.dtype}; expected floating point"

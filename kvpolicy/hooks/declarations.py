@@ -34,14 +34,14 @@ FIRST_RESULT = frozenset(
 PACKING = ("pack_memory", "unpack_memory")
 
 # Hooks that every policy is asked on its own, because an answer belongs to its policy.
-ASKED_EACH = ("bind", "mark")
+ASKED_EACH = ("bind", "annotate")
 
 # Hooks that need an attribute, and what to write for it.
 _NEEDED = {
-    "mark": ("tracks", 'write tracks: ClassVar[tuple[str, ...]] = ("NAME",)'),
-    "probe": (
-        "probe_size",
-        "give it the most tokens of a probe, such as probe_size: ClassVar[int] = 8",
+    "annotate": ("tracks", 'write tracks: ClassVar[tuple[str, ...]] = ("NAME",)'),
+    "lookahead": (
+        "lookahead_size",
+        "give it the most tokens of a lookahead, such as lookahead_size: ClassVar[int] = 8",
     ),
 }
 
@@ -69,7 +69,7 @@ def _is_window(value: object) -> bool:
     return type(value) is int and 1 <= value <= MAX_WINDOW
 
 
-def _is_probe(value: object) -> bool:
+def _is_lookahead(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_WINDOW
 
 
@@ -137,7 +137,7 @@ class Declarations:
         (), _are_parts, 'pairs of a name and a policy, such as [("name", policy)]'
     )
     bounded: bool = _declaration(True, _is_bool, "True or False")
-    marks_in_step: bool = _declaration(False, _is_bool, "True or False")
+    annotates_in_step: bool = _declaration(False, _is_bool, "True or False")
     ragged: bool = _declaration(False, _is_bool, "True or False")
     needs_shared_heads: bool = _declaration(False, _is_bool, "True or False")
     no_effect: str | None = _declaration(
@@ -148,7 +148,7 @@ class Declarations:
     steers: tuple[int, ...] | None = _declaration(
         None, _are_layers, "layers counted from 0, such as (2, 3)"
     )
-    probe_size: int = _declaration(0, _is_probe, f"a number of tokens up to {MAX_WINDOW:,}")
+    lookahead_size: int = _declaration(0, _is_lookahead, f"a number of tokens up to {MAX_WINDOW:,}")
     cuts_prompts: bool = _declaration(True, _is_bool, "True or False")
 
 

@@ -96,7 +96,7 @@ def load_policy(name: str, /, **knobs: Any) -> object:
     """Build a policy by its name in a plan.
 
     Args:
-        name: Name of the entry point, or of a policy registered by `register_file`.
+        name: Name of the entry point, or of a policy registered by `load_policy_file`.
         knobs: Its knobs; those not given take their defaults.
 
     Raises:
@@ -139,7 +139,7 @@ def load_policy_class(name: str) -> type:
     return cls
 
 
-def register_file(path: str | Path) -> list[str]:
+def load_policy_file(path: str | Path) -> list[str]:
     """Make the policies of one Python file available by name.
 
     Every class of the file that implements a hook is a policy; its name is the class name in
@@ -209,12 +209,12 @@ def _check_names(named: Sequence[tuple[str, type]], path: Path) -> dict[str, typ
 
 
 def registered_files() -> list[Path]:
-    """The files given to `register_file`, so that worker processes can register them, too."""
+    """The files given to `load_policy_file`, so that worker processes can register them, too."""
     return list(dict.fromkeys(path for _, path in _from_files.values()))
 
 
 def forget_files() -> None:
-    """Forget the policies of files that were given to `register_file`, as in a new process."""
+    """Forget the policies of files that were given to `load_policy_file`, as in a new process."""
     _from_files.clear()
 
 

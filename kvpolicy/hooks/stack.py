@@ -19,7 +19,7 @@ from kvpolicy.hooks.declarations import HOOKS, Declarations
 from kvpolicy.hooks.late_checks import LateChecks
 from kvpolicy.hooks.manager import Check, HookListener, HookManager
 from kvpolicy.hooks.protection import protected_rows
-from kvpolicy.state import Bound, LayerWeights, Memory, Parts, Probe, Registers, WaitingRequest
+from kvpolicy.state import Bound, LayerWeights, Lookahead, Memory, Parts, Registers, WaitingRequest
 
 # Those that see rows, which heads may hold in different numbers.
 _COMPACTION_HOOKS = ("protect", "score", "select", "evict")
@@ -188,9 +188,9 @@ class Stack:
         return self.arguments("observe")
 
     @cached_property
-    def marks(self) -> frozenset[str]:
-        """Arguments that some policy names in `mark`."""
-        return self.arguments("mark")
+    def annotates(self) -> frozenset[str]:
+        """Arguments that some policy names in `annotate`."""
+        return self.arguments("annotate")
 
     @cached_property
     def window_size(self) -> int:
@@ -200,9 +200,9 @@ class Stack:
         return max(one.window_size for one in self.declared)
 
     @cached_property
-    def probe_size(self) -> int:
-        """Tokens of a probe, at most; 0 if no policy probes."""
-        return max((one.probe_size for _, one in self._impls("probe")), default=0)
+    def lookahead_size(self) -> int:
+        """Tokens of a lookahead, at most; 0 if no policy looks ahead."""
+        return max((one.lookahead_size for _, one in self._impls("lookahead")), default=0)
 
     def slab(self, capacity: int, room: int | None = None, heads: str = "own") -> Slab:
         """What the cache of a layer must hold for the policies of this stack; see `Slab`."""
@@ -308,36 +308,36 @@ class Stack:
         return any(layers is None or layer_idx in layers for _, layers in self.steering)
 
     @cached_property
-    def marked_in_step(self) -> tuple[str, ...]:
-        """Tracks that policies mark within the decode step."""
-        return self._marked(in_step=True)
+    def annotated_in_step(self) -> tuple[str, ...]:
+        """Tracks that policies annotate within the decode step."""
+        return self._annotated(in_step=True)
 
     @cached_property
-    def marked_later(self) -> tuple[str, ...]:
-        """Tracks that policies mark after several decode steps."""
-        return self._marked(in_step=False)
+    def annotated_later(self) -> tuple[str, ...]:
+        """Tracks that policies annotate after several decode steps."""
+        return self._annotated(in_step=False)
 
-    def _marked(self, *, in_step: bool) -> tuple[str, ...]:
+    def _annotated(self, *, in_step: bool) -> tuple[str, ...]:
         return tuple(
             track
             for stack in self._stacks
-            for impl in stack._marking(in_step)
+            for impl in stack._annotating(in_step)
             for track in stack._tracks_of(impl.plugin)
         )
 
-    def _marking(self, in_step: bool | None) -> list[pluggy.HookImpl]:
-        """Own implementations of `mark`, all or by whether they are called within the step."""
-        impls = self._manager.impls("mark")
+    def _annotating(self, in_step: bool | None) -> list[pluggy.HookImpl]:
+        """Own implementations of `annotate`, all or by whether they are called within the step."""
+        impls = self._manager.impls("annotate")
         return [
             impl
             for impl in impls
-            if in_step is None or self._declared_of(impl).marks_in_step is in_step
+            if in_step is None or self._declared_of(impl).annotates_in_step is in_step
         ]
 
     @property
-    def is_marked(self) -> bool:
-        """Whether a policy marks new rows."""
-        return self.implements("mark")
+    def is_annotated(self) -> bool:
+        """Whether a policy annotates new rows."""
+        return self.implements("annotate")
 
     # Recording
 
@@ -410,28 +410,30 @@ class Stack:
             bound |= {id(impl.plugin): one for impl, one in zip(impls, answers, strict=True)}
         return Bound(bound)
 
-    def mark(
+    def annotate(
         self, layer_idx: int, *, in_step: bool | None = None, **arguments: Any
     ) -> dict[str, Tensor]:
         """Numbers for new rows, ``[N, H_kv]``, by the names of tracks in the cache.
 
         Args:
             layer_idx: The layer.
-            in_step: Ask only the policies that mark within the decode step, or only the others.
+            in_step: Ask only the policies that annotate within the decode step, or only the others.
             arguments: The other arguments of the hook.
         """
         keys: Tensor = arguments["keys"]
-        marks = {}
-        for stack in self._asked("mark"):
-            asked = [(impl, stack._mark_check(impl, keys)) for impl in stack._marking(in_step)]
-            for answer in stack._manager.ask_each("mark", layer_idx, asked, **arguments):
+        annotations = {}
+        for stack in self._asked("annotate"):
+            asked = [
+                (impl, stack._annotation_check(impl, keys)) for impl in stack._annotating(in_step)
+            ]
+            for answer in stack._manager.ask_each("annotate", layer_idx, asked, **arguments):
                 for name, numbers in (answer or {}).items():
-                    marks[stack._prefix + name] = numbers
-        return marks
+                    annotations[stack._prefix + name] = numbers
+        return annotations
 
-    def _mark_check(self, impl: pluggy.HookImpl, keys: Tensor) -> Check:
+    def _annotation_check(self, impl: pluggy.HookImpl, keys: Tensor) -> Check:
         tracks, shape = self._declared_of(impl).tracks, keys.shape[:2]
-        return lambda answer: checks.mark_problem(answer, tracks, shape, keys.device)
+        return lambda answer: checks.annotation_problem(answer, tracks, shape, keys.device)
 
     def steer(
         self,
@@ -459,19 +461,19 @@ class Stack:
             )
         return sum(changes[1:], changes[0]) if changes else None
 
-    def probe(self, vocab_size: int, **arguments: Any) -> Probe | None:
-        """The probe of one sequence, or ``None`` if no policy answers."""
+    def lookahead(self, vocab_size: int, **arguments: Any) -> Lookahead | None:
+        """The lookahead of one sequence, or ``None`` if no policy answers."""
 
-        def ask(stack: Stack) -> Probe | None:
+        def ask(stack: Stack) -> Lookahead | None:
             def check(answer: object) -> str | None:
-                return checks.probe_problem(answer, stack.probe_size, vocab_size)
+                return checks.lookahead_problem(answer, stack.lookahead_size, vocab_size)
 
-            answer: Probe | None = stack._manager.ask(
-                "probe", None, check, optional=True, **arguments
+            answer: Lookahead | None = stack._manager.ask(
+                "lookahead", None, check, optional=True, **arguments
             )
             return answer
 
-        return next(filter(None, map(ask, self._asked("probe"))), None)
+        return next(filter(None, map(ask, self._asked("lookahead"))), None)
 
     def due(self, layer_idx: int, **arguments: Any) -> Tensor | None:
         """Which sequences are due, bool ``[B]``, or ``None`` if no policy answers."""

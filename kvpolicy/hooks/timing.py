@@ -18,9 +18,9 @@ class PolicyTimings:
     Work on a GPU is timed by events, which are read when the seconds are: nothing waits before.
     """
 
-    mark_s: float = 0.0
+    annotate_s: float = 0.0
     observe_s: float = 0.0
-    probe_s: float = 0.0
+    lookahead_s: float = 0.0
     score_s: float = 0.0
     select_s: float = 0.0
     compaction_s: float = 0.0

@@ -20,6 +20,7 @@ from kvpolicy.cache.slab import KVCache, LayerShape, Rotate, Slab
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.compat import cache_argument, layer_configs
 from kvpolicy.errors import KVPolicyError, ModelError, error_summary
+from kvpolicy.model.annotating import Annotating, annotate_stored_rows, annotating, check_input
 from kvpolicy.model.attention import attention_function
 from kvpolicy.model.config import (
     attention_module,
@@ -31,7 +32,6 @@ from kvpolicy.model.config import (
     stop_ids,
 )
 from kvpolicy.model.fingerprint import ModelFingerprint
-from kvpolicy.model.marking import Marking, check_input, mark_stored_rows, marking
 from kvpolicy.model.packed import PackedWeights, packed_weights
 from kvpolicy.model.rope import Rotation
 from kvpolicy.model.rope_types import (
@@ -68,9 +68,9 @@ class ForwardInput:
         draws: Whether a static step draws the next tokens and counts the new rows.
         wants_logits: Whether the logits after all new tokens are wanted.
         logits: Logits after all new tokens, ``[B, L, V]``, after the forward.
-        marking: Marks the new rows of the layers named in `ModelAdapter.add_hooks`.
+        annotating: Annotates the new rows of the layers named in `ModelAdapter.add_hooks`.
         attention_input: What enters the attention of the layer under way, ``[B, L, M]``, if its
-            rows are marked.
+            rows are annotated.
     """
 
     token_ids: Tensor
@@ -82,7 +82,7 @@ class ForwardInput:
     draws: bool = False
     wants_logits: bool = False
     logits: Tensor | None = None
-    marking: Marking | None = None
+    annotating: Annotating | None = None
     attention_input: Tensor | None = None
 
 
@@ -131,7 +131,7 @@ class ModelAdapter:
         self.processes = processes_of(model, self._config)
         self._run_own_hooks = run_own_hooks
         self._steered: frozenset[int] = frozenset()
-        self._marked: frozenset[int] = frozenset()
+        self._annotated: frozenset[int] = frozenset()
         self._reads_states = False
         self._twin = Twin(model, ATTENTION, self._register)
         self._fingerprint = ModelFingerprint(model)
@@ -194,17 +194,17 @@ class ModelAdapter:
         )
 
     def add_hooks(
-        self, *, steered: Collection[int], states: bool, marked: Collection[int] = ()
+        self, *, steered: Collection[int], states: bool, annotated: Collection[int] = ()
     ) -> None:
         """Say what forwards may ask for beyond logits.
 
         Args:
             steered: Layers whose input may be steered.
             states: Whether the last hidden states may be wanted.
-            marked: Layers whose new rows may be marked.
+            annotated: Layers whose new rows may be annotated.
         """
         self._steered |= frozenset(steered)
-        self._marked |= frozenset(marked)
+        self._annotated |= frozenset(annotated)
         self._reads_states |= states
         self._twin = Twin(self.model, ATTENTION, self._register)
 
@@ -372,7 +372,7 @@ class ModelAdapter:
         with (
             torch.inference_mode(),
             steering(given.steer) if given.steer else nullcontext(),
-            marking(given.marking) if given.marking else nullcontext(),
+            annotating(given.annotating) if given.annotating else nullcontext(),
         ):
             logits, states = given.run(self._called(twin), step, given)
         return logits[: step.num_served], None if states is None else states[: step.num_served]
@@ -394,7 +394,7 @@ class ModelAdapter:
         for layer_idx in self._steered:
             layer = copies.hookable(layers[layer_idx])
             layer.register_forward_pre_hook(_steering_hook(layer_idx), with_kwargs=True)
-        for layer_idx in self._marked:
+        for layer_idx in self._annotated:
             attention = copies.hookable(attention_module(self.model, layer_idx))
             hook = _input_hook(layer_idx, self.hidden_size)
             attention.register_forward_pre_hook(hook, with_kwargs=True)
@@ -414,22 +414,22 @@ class ModelAdapter:
             stored[layer_idx] = StoredToken(states, keys, values)
             return {}
 
-        before = self._marked, self._twin
-        self._marked = frozenset(layers)
+        before = self._annotated, self._twin
+        self._annotated = frozenset(layers)
         self._twin = Twin(self.model, ATTENTION, self._register)
         try:
-            self._run_alone(0, Marking(note))
+            self._run_alone(0, Annotating(note))
         finally:
-            self._marked, self._twin = before
+            self._annotated, self._twin = before
         return stored
 
-    def _run_alone(self, position: int, marking: Marking | None = None) -> KVCache:
+    def _run_alone(self, position: int, annotating: Annotating | None = None) -> KVCache:
         """The cache after a forward of one token, which stands alone at a position."""
         shapes = self.layer_shapes()
         cache = KVCache(shapes, [Slab(1)] * len(shapes), 1)
         cache.seq_len[0] = position
         tokens, step = torch.tensor([[self._any_token]]), StepLayout(cache, [0], [1])
-        self.forward(ForwardInput(tokens, step, marking=marking))
+        self.forward(ForwardInput(tokens, step, annotating=annotating))
         step.commit()
         return cache
 
@@ -502,11 +502,11 @@ def _steering_hook(layer_idx: int) -> Any:
 
 
 def _input_hook(layer_idx: int, hidden_size: int) -> Any:
-    """Notes what enters the attention of a layer, where its new rows are marked."""
+    """Notes what enters the attention of a layer, where its new rows are annotated."""
 
     def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given: ForwardInput | None = kwargs.get("kvpolicy_forward")
-        if given is not None and given.marking is not None:
+        if given is not None and given.annotating is not None:
             states = args[0] if args else kwargs.get("hidden_states")
             given.attention_input = check_input(states, hidden_size, layer_idx)
 
@@ -545,7 +545,7 @@ class StepCache(Cache):
                 )
                 raise ModelError(msg)
         rows = self._step.store(layer_idx, key_states, value_states)
-        mark_stored_rows(self._given, layer_idx, key_states, value_states)
+        annotate_stored_rows(self._given, layer_idx, key_states, value_states)
         return rows
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

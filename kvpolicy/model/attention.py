@@ -16,8 +16,8 @@ from kvpolicy.attention.softmax import PLAIN, Softmax
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
+from kvpolicy.model.annotating import HasAnnotating, annotate_static_rows
 from kvpolicy.model.config import hiding_window
-from kvpolicy.model.marking import HasMarking, mark_static_rows
 
 
 def attend(
@@ -86,7 +86,7 @@ def attention_function(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    kvpolicy_forward: HasMarking | None = None,
+    kvpolicy_forward: HasAnnotating | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Adapt `attend` to transformers' ``AttentionInterface``.
@@ -135,8 +135,8 @@ def attention_function(
     if isinstance(step, StaticStep):
         output = step.attend(layer_idx, query, key, value, scaling, softcap, sinks)
         assert kvpolicy_forward is not None
-        if kvpolicy_forward.marking is not None:
-            mark_static_rows(kvpolicy_forward, layer_idx, key, value)
+        if kvpolicy_forward.annotating is not None:
+            annotate_static_rows(kvpolicy_forward, layer_idx, key, value)
     else:
         softmax = PLAIN if softcap is None and sinks is None else Softmax(softcap, sinks)
         output = attend(step, layer_idx, query, key, value, scaling, softmax)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import attrs
 
-from kvpolicy.engine.async_engine import Chunk, RequestStream
+from kvpolicy.engine.async_engine import RequestStream, StreamChunk
 from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.errors import EngineClosedError, QueueFullError, RequestError
@@ -147,7 +147,7 @@ class Generation:
         finally:
             self.cancel()
 
-    async def chunks(self) -> AsyncIterator[tuple[int, Chunk] | None]:
+    async def chunks(self) -> AsyncIterator[tuple[int, StreamChunk] | None]:
         """Yield what is generated, as the number of the choice and its chunk.
 
         Yields ``None`` if nothing has come for a while.
@@ -173,7 +173,7 @@ class Generation:
                 task.cancel()
             self.cancel()
 
-    def _coming(self, index: int) -> "asyncio.Task[Chunk]":
+    def _coming(self, index: int) -> "asyncio.Task[StreamChunk]":
         return asyncio.ensure_future(self._next(index))
 
     async def _to_end(self, index: int) -> None:
@@ -184,7 +184,7 @@ class Generation:
             self._record.note_tokens(len(result.tokens) - len(first.tokens))
             self._note_result(index, result)
 
-    async def _next(self, index: int) -> Chunk:
+    async def _next(self, index: int) -> StreamChunk:
         try:
             chunk = await anext(self._streams[index])
         except RequestError as error:  # of the tokenizer

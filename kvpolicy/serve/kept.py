@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kvpolicy.engine.async_engine import Chunk
+from kvpolicy.engine.async_engine import StreamChunk
 from kvpolicy.engine.engine import Run
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import EngineClosedError
@@ -41,7 +41,7 @@ class KeptRows:
         self._start = 0
         self._told_at = -EVERY_S
 
-    async def event(self, chunk: Chunk) -> dict[str, Any] | None:
+    async def event(self, chunk: StreamChunk) -> dict[str, Any] | None:
         """What is to be told after a chunk; ``None`` if it is not time for that yet.
 
         Args:

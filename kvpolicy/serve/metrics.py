@@ -200,7 +200,7 @@ _TOTALS: tuple[tuple[str, str, Callable[[RunReport], float]], ...] = (
     ),
 )
 
-_HOOKS = ("mark", "observe", "probe", "score", "select", "compaction", "steer")
+_HOOKS = ("annotate", "observe", "lookahead", "score", "select", "compaction", "steer")
 
 _STORE_GAUGES: tuple[tuple[str, str, Callable[[StoreStats], float]], ...] = (
     ("capacity_bytes", "The most bytes of memory.", lambda stats: stats.capacity),

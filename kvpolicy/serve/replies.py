@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from kvpolicy.engine.async_engine import Chunk
+from kvpolicy.engine.async_engine import StreamChunk
 from kvpolicy.engine.requests.detokenize import decode
 from kvpolicy.engine.requests.logprobs import TokenLogprobs
 from kvpolicy.engine.requests.results import Result
@@ -112,7 +112,7 @@ class Reply(ABC):
         """What a whole choice has, beside its number and why it ended."""
 
     @abstractmethod
-    def _piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
+    def _piece(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
         """What a chunk of a stream has of a choice."""
 
     @abstractmethod
@@ -142,7 +142,7 @@ class Reply(ABC):
         usage = usage_of(prompt_tokens, results, self._body.n)
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
 
-    def pieces(self, index: int, chunk: Chunk) -> Iterator[dict[str, Any]]:
+    def pieces(self, index: int, chunk: StreamChunk) -> Iterator[dict[str, Any]]:
         """The chunks of a stream that a chunk of the engine makes.
 
         Args:
@@ -222,7 +222,7 @@ class CompletionReply(Reply):
         known = [*result.prompt_logprobs, *logprobs]
         return {"text": text, "logprobs": CompletionLogprobs(self._model).of(known, prompt[0])}
 
-    def _piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
+    def _piece(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
         return {"text": chunk.text, "logprobs": self._logprobs(index, chunk.logprobs)}
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -251,7 +251,7 @@ class ChatReply(Reply):
         message = {"role": "assistant", "content": result.text, "refusal": None}
         return {"message": message, "logprobs": self._logprobs(result.logprobs)}
 
-    def _piece(self, index: int, chunk: Chunk) -> dict[str, Any]:
+    def _piece(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
         return {"delta": {"content": chunk.text}, "logprobs": self._logprobs(chunk.logprobs)}
 
     def opening(self, index: int) -> dict[str, Any] | None:

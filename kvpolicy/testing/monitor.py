@@ -24,7 +24,8 @@ from kvpolicy.hooks.stack import Stack
 from kvpolicy.state import Memory, SequenceMemory
 from kvpolicy.testing.clauses import ConformanceError
 
-# Marks of a token that differ by less are equal: sums over other sizes are rounded in other ways.
+# Annotations of a token that differ by less are equal: sums over other sizes are rounded in other
+# ways.
 _ROUNDING = 1e-9
 
 _READS = {
@@ -183,28 +184,28 @@ class _MonitoredManager:
                 self._report("read_only", _modified(hook, tensors), counts)
             if counts:
                 self._monitor.checked["answers"] += 1
-            if hook == "mark" and seen[-1] is not None:
+            if hook == "annotate" and seen[-1] is not None:
                 told = arguments | {"layer_idx": layer_idx}
-                self._check_marks(impl, seen[-1], told, counts)
+                self._check_annotations(impl, seen[-1], told, counts)
         return answers
 
-    def _check_marks(
-        self, impl: pluggy.HookImpl, marks: Any, arguments: dict[str, Any], counts: bool
+    def _check_annotations(
+        self, impl: pluggy.HookImpl, annotations: Any, arguments: dict[str, Any], counts: bool
     ) -> None:
-        """Ask for the marks of an answer again, in halves and in a mode that forbids reading."""
-        self._report("nan", _nan_in([*marks.values()], "mark"), counts)
+        """Ask for the annotations again, in halves and in a mode that forbids reading."""
+        self._report("nan", _nan_in([*annotations.values()], "annotate"), counts)
         first = arguments["states"]
-        if self._manager.declared[id(impl.plugin)].marks_in_step:
+        if self._manager.declared[id(impl.plugin)].annotates_in_step:
             self._report("in_step", _reads(partial(_of_tokens, impl, arguments)), counts)
         # With less precision, rounding differs between products of other sizes.
         if len(first) > 1 and first.dtype == torch.float64:
             problems = (
-                _other_marks(name, numbers, half, again.get(name))
+                _other_annotations(name, numbers, half, again.get(name))
                 for half in (slice(0, len(first) // 2), slice(len(first) // 2, None))
                 for again in [_of_tokens(impl, arguments, half) or {}]
-                for name, numbers in marks.items()
+                for name, numbers in annotations.items()
             )
-            self._report("marks", next(filter(None, problems), None), counts)
+            self._report("annotations", next(filter(None, problems), None), counts)
 
     def _arguments_of(self, hook: str) -> frozenset[str]:
         """The arguments that implementations of a hook name."""
@@ -228,7 +229,7 @@ class _MonitoredManager:
         )
         answer = self._blaming(hook, seen, arguments, ask)
         if hook in self._hooks:
-            more = {"score": ["nan"], "schedule": ["schedule"], "probe": ["probe"]}
+            more = {"score": ["nan"], "schedule": ["schedule"], "lookahead": ["lookahead"]}
             self._monitor.checked.update(["answers", *more.get(hook, [])])
         return answer
 
@@ -344,7 +345,7 @@ def _noting(check: Check, seen: list[object]) -> Check:
 def _of_tokens(
     impl: pluggy.HookImpl, arguments: dict[str, Any], tokens: slice = slice(None)
 ) -> Any:
-    """The answer of one policy to `mark` for some of the tokens."""
+    """The answer of one policy to `annotate` for some of the tokens."""
     some = {
         name: value[tokens] if isinstance(value, Tensor) else value
         for name, value in arguments.items()
@@ -352,8 +353,8 @@ def _of_tokens(
     return impl.function(*(some[name] for name in impl.argnames))
 
 
-def _other_marks(name: str, numbers: Tensor, half: slice, again: Tensor | None) -> Problem:
-    """How the marks of half of the tokens differ where these are asked about alone."""
+def _other_annotations(name: str, numbers: Tensor, half: slice, again: Tensor | None) -> Problem:
+    """How the annotations of half of the tokens differ where these are asked about alone."""
     expected = numbers[half]
     if again is not None and torch.allclose(
         again.double(), expected.double(), rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True
@@ -361,7 +362,7 @@ def _other_marks(name: str, numbers: Tensor, half: slice, again: Tensor | None) 
         return None
     came = "none" if again is None else again.tolist()
     return (
-        f"marks '{name}' {expected.tolist()} of {len(expected)} tokens, as of {len(numbers)}",
+        f"annotations '{name}' {expected.tolist()} of {len(expected)} tokens, as of {len(numbers)}",
         f"{came} when these are asked about alone",
     )
 
@@ -372,7 +373,7 @@ def _reads(call: Callable[[], object]) -> Problem:
         call()
     if mode.found is None:
         return None
-    return "pure tensor work in mark()", f"{mode.found}, which reads a value"
+    return "pure tensor work in annotate()", f"{mode.found}, which reads a value"
 
 
 class _ReadMode(TorchDispatchMode):
@@ -392,7 +393,7 @@ class _ReadMode(TorchDispatchMode):
 
 def _clause_of(hook: str, answer: object, arguments: dict[str, Any]) -> str:
     """The clause that a wrong answer breaks."""
-    if hook in ("schedule", "probe"):
+    if hook in ("schedule", "lookahead"):
         return hook
     if hook == "evict":
         return "eviction"

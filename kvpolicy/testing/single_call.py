@@ -15,7 +15,7 @@ from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache, LayerShape
 from kvpolicy.engine.compaction import DueSlot
-from kvpolicy.engine.eviction.decide import GivenRows, decide
+from kvpolicy.engine.eviction.select_rows import CacheView, select_rows
 from kvpolicy.engine.evictor import Evictor
 from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.engine.requests.request import Request
@@ -57,7 +57,7 @@ def keep_rows(
     shown: Shown | None = None,
     states: Tensor | None = None,
     layer_weights: LayerWeights | None = None,
-    probe_queries: Tensor | None = None,
+    lookahead_queries: Tensor | None = None,
     **knobs: Any,
 ) -> Tensor:
     """The rows that stay when a cache is compacted once.
@@ -74,11 +74,11 @@ def keep_rows(
         budget: Rows that stay.
         prompt: Tokens of the prompt; all ``T`` if not given.
         shown: What policies that implement `observe` receive; by default nothing.
-        states: What policies that implement `mark` receive of all tokens, ``[B, T, M]``.
+        states: What policies that implement `annotate` receive of all tokens, ``[B, T, M]``.
         layer_weights: What policies that implement `bind` receive; if not given, these can move
             queries and keys by the RoPE of Llama, and read no weights.
-        probe_queries: Queries of tokens that might follow, ``[B, H_q, P, D]``: there is no model
-            that `probe` could be asked for.
+        lookahead_queries: Queries of tokens that might follow, ``[B, H_q, P, D]``: there is no
+            model that `lookahead` could be asked for.
         knobs: Knobs of the policy.
 
     Returns:
@@ -92,7 +92,7 @@ def keep_rows(
         layer.feed(keys[:, :, old], values[:, :, old], None)
     new = slice(num_rows - window, None)
     layer.feed(keys[:, :, new], values[:, :, new], queries)
-    return layer.decide(probe_queries)
+    return layer.select_rows(lookahead_queries)
 
 
 def replay(
@@ -126,7 +126,7 @@ def replay(
         compact_at: Numbers of tokens after which to compact, rising, none below ``prompt``.
         buffer: The argument `buffer` of `due`.
         shown: What policies that implement `observe` receive; by default nothing.
-        states: What policies that implement `mark` receive of all tokens, ``[B, T, M]``.
+        states: What policies that implement `annotate` receive of all tokens, ``[B, T, M]``.
         layer_weights: What policies that implement `bind` receive; see `keep_rows`.
         knobs: Knobs of the policy.
 
@@ -218,26 +218,28 @@ class _Layer:
         """Store tokens, and let their queries, if any, attend."""
         step = StepLayout(self.cache, range(keys.shape[0]), [keys.shape[2]] * keys.shape[0])
         all_keys, all_values = step.store(_LAYER, keys, values)
-        if self.stack.is_marked:
-            self._mark(step, keys, values)
+        if self.stack.is_annotated:
+            self._annotate(step, keys, values)
         if queries is not None:
             attend(step, _LAYER, queries, all_keys, all_values, keys.shape[-1] ** -0.5)
         step.commit()
 
-    def _mark(self, step: StepLayout, keys: Tensor, values: Tensor) -> None:
-        """Mark new rows."""
+    def _annotate(self, step: StepLayout, keys: Tensor, values: Tensor) -> None:
+        """Annotate new rows."""
         num_seen, num_new = int(self.cache.seq_len[0]), keys.shape[2]
         if self.states is None:
             # Policies that read keys and values only need none.
             states = keys.new_zeros(len(keys), num_new, 0)
-            if "states" in self.stack.marks:
+            if "states" in self.stack.annotates:
                 names = "+".join(self.stack.names)
-                msg = f"policy '{names}' reads states in mark(); give them, [B, T, M], as states"
+                msg = (
+                    f"policy '{names}' reads states in annotate(); give them, [B, T, M], as states"
+                )
                 raise KVPolicyError(msg)
         else:
             states = self.states[:, num_seen : num_seen + num_new]
         states, keys, values, positions = step.new_rows(_LAYER, states, keys, values)
-        marks = self.stack.mark(
+        annotations = self.stack.annotate(
             _LAYER,
             states=states,
             keys=keys,
@@ -245,18 +247,18 @@ class _Layer:
             positions=positions,
             bound=self.bound,
         )
-        step.mark(_LAYER, marks)
+        step.annotate(_LAYER, annotations)
 
-    def decide(self, probe_queries: Tensor | None) -> Tensor:
+    def select_rows(self, lookahead_queries: Tensor | None) -> Tensor:
         """Rows that stay of each sequence, ``[B, H_kv, K]``; all if nothing is due."""
         rows = LayerRows(self.cache, _LAYER, range(self.cache.num_slots))
         numbers = {name: rows.track(name) for name in self.stack.tracks}
-        given = GivenRows(
+        given = CacheView(
             keys=rows.keys,
             values=rows.values,
             positions=rows.positions,
             queries=rows.queries if self.stack.window_size else None,
-            probe_queries=probe_queries,
+            lookahead_queries=lookahead_queries,
             tracks=numbers,
             seq_len=rows.seq_len,
             prompt_len=torch.full_like(rows.seq_len, self.prompt_len),
@@ -265,8 +267,8 @@ class _Layer:
         )
         budget = self.budget if self._begin_compaction() else rows.num_rows
         memory = [sequence.memory for sequence in self.sequences]
-        decision = decide(self.stack, given, budget=budget, memory=memory)
-        return decision.keep
+        selection = select_rows(self.stack, given, budget=budget, memory=memory)
+        return selection.keep
 
     def compact(self) -> Tensor:
         """Compact all sequences, unless the policy never does at this point."""

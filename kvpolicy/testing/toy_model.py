@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from kvpolicy.cache.slab import LayerShape, Rotate
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.model.adapter import ForwardInput, ModelAdapter
+from kvpolicy.model.annotating import annotate_static_rows, annotate_stored_rows
 from kvpolicy.model.attention import attend
-from kvpolicy.model.marking import mark_static_rows, mark_stored_rows
 from kvpolicy.model.packed import PackedWeights
 from kvpolicy.model.rope import rotate_halves
 from kvpolicy.state import LayerWeights
@@ -53,7 +53,7 @@ class ToyModel(ModelAdapter):
         self.num_layers, self.hidden_size = num_layers, hidden_size
         self.vocab_size, self.max_positions = vocab_size, _MAX_POSITIONS
         self.stop_ids = ()
-        self._marked: frozenset[int] = frozenset()
+        self._annotated: frozenset[int] = frozenset()
         self._device = torch.device("cpu")
         self.model = SimpleNamespace(device=self._device, dtype=dtype)  # type: ignore[assignment]
         self._shape = LayerShape(kv_heads * group, kv_heads, head_dim, dtype, self._device)
@@ -134,10 +134,10 @@ class ToyModel(ModelAdapter):
     weights = PackedWeights(0, 0, 0, 0)
 
     def add_hooks(
-        self, *, steered: Collection[int], states: bool, marked: Collection[int] = ()
+        self, *, steered: Collection[int], states: bool, annotated: Collection[int] = ()
     ) -> None:
-        """Note which rows are marked; `forward` itself steers and returns hidden states."""
-        self._marked |= frozenset(marked)
+        """Note which rows are annotated; `forward` itself steers and returns hidden states."""
+        self._annotated |= frozenset(annotated)
 
     def forward(self, given: ForwardInput) -> tuple[Tensor, Tensor | None]:
         """Forward pass over the new tokens of a step, see `ModelAdapter.forward`."""
@@ -152,14 +152,14 @@ class ToyModel(ModelAdapter):
             heads = (states @ into).unflatten(2, (-1, self._shape.head_dim)).transpose(1, 2)
             queries, keys, values = heads.split(self._num_heads, dim=1)
             scaling = self._shape.head_dim**-0.5
-            if layer_idx in self._marked and given.marking is not None:
+            if layer_idx in self._annotated and given.annotating is not None:
                 given.attention_input = states
             if isinstance(step, StaticStep):
                 found = step.attend(layer_idx, queries, keys, values, scaling)
-                mark_static_rows(given, layer_idx, keys, values)
+                annotate_static_rows(given, layer_idx, keys, values)
             else:
                 all_keys, all_values = step.store(layer_idx, keys, values)
-                mark_stored_rows(given, layer_idx, keys, values)
+                annotate_stored_rows(given, layer_idx, keys, values)
                 found = attend(step, layer_idx, queries, all_keys, all_values, scaling)
             states = states + found.transpose(1, 2).flatten(2) @ out
         states = states if given.wants_states else states[:, -1:]

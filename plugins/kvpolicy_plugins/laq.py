@@ -7,7 +7,7 @@ import torch
 from attrs.validators import ge, in_, instance_of
 from torch import Tensor
 
-from kvpolicy import Probe, hookimpl, observed_weights
+from kvpolicy import Lookahead, hookimpl, observed_weights
 from kvpolicy.toolkit import GroupReduce, Pooling, odd, pooled_window_attention
 
 
@@ -80,7 +80,7 @@ class LookaheadQCache:
             raise ValueError(msg)
 
     @property
-    def probe_size(self) -> int:
+    def lookahead_size(self) -> int:
         """The pseudo tokens."""
         return self.n_lookahead
 
@@ -105,21 +105,21 @@ class LookaheadQCache:
         return seq_len == prompt_len
 
     @hookimpl(when="n_lookahead")
-    def probe(self) -> Probe:
+    def lookahead(self) -> Lookahead:
         """Decode the pseudo tokens."""
-        return Probe(num_greedy=self.n_lookahead)
+        return Lookahead(num_greedy=self.n_lookahead)
 
     @hookimpl
     def score(
         self,
         queries: Tensor,
-        probe_queries: Tensor | None,
+        lookahead_queries: Tensor | None,
         keys: Tensor,
         positions: Tensor,
         seq_len: Tensor,
     ) -> Tensor:
         """Score rows by the attention of both kinds of queries."""
-        ahead = queries[:, :, :0] if probe_queries is None else probe_queries
+        ahead = queries[:, :, :0] if lookahead_queries is None else lookahead_queries
         num_local = self.n_local or int(ahead.shape[2] == 0)
         local = queries[:, :, max(queries.shape[2] - num_local, 0) :]
         # Queries, and how many tokens there are up to the last of them.

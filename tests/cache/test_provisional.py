@@ -14,7 +14,7 @@ from kvpolicy.cache.slot_contents import copy_slot
 
 SHAPE = LayerShape(2, 2, 4, torch.float32, torch.device("cpu"))
 WINDOWED = attrs.evolve(SHAPE, sliding_window=8)
-SLAB = Slab(12, window_size=3, tracks=("attn_sums", "mark"))
+SLAB = Slab(12, window_size=3, tracks=("attn_sums", "annotate"))
 LAYERS = {
     "even": (SHAPE, SLAB),
     "ragged": (SHAPE, attrs.evolve(SLAB, ragged=True)),
@@ -35,7 +35,7 @@ def forward(cache: KVCache, lengths: list[int]) -> StepLayout:
         opened = step.layers[layer_idx]
         opened.remember(torch.randn(2, 2, step.width, 4))
         opened.receive("attn_sums", torch.rand(keys.shape[:3]))
-        step.mark(layer_idx, {"mark": torch.rand(sum(lengths), 2)})
+        step.annotate(layer_idx, {"annotate": torch.rand(sum(lengths), 2)})
     return step
 
 

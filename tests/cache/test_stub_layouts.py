@@ -68,7 +68,7 @@ PLANS = {
     "window": Plan.uniform("streaming", budget=12, buffer=5),
     "a whole window": Plan.uniform("full"),
     "rows replaced": Plan.uniform("h2o", "merge", budget=12, buffer=5),
-    "probes": Plan.uniform("laq", budget=12, buffer=5),
+    "lookaheads": Plan.uniform("laq", budget=12, buffer=5),
 }
 
 

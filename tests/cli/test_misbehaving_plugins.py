@@ -15,7 +15,7 @@ from shell import Shell, refusal
 from kvpolicy.entry_points import DEFAULTS, default_name
 from kvpolicy.errors import KVPolicyError, PolicyLoadError, error_summary, shown
 from kvpolicy.hooks import discovery
-from kvpolicy.hooks.discovery import load_policy, policy_names, register_file
+from kvpolicy.hooks.discovery import load_policy, load_policy_file, policy_names
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.lab.tasks.task import installed_tasks, load_task
 from kvpolicy.model.loading import load_model
@@ -245,7 +245,7 @@ def test_two_classes_of_a_file_with_one_name_are_refused(tmp_path: Path) -> None
     path = tmp_path / "mine.py"
     path.write_text(POLICY.replace("Mine", "KeyNorm") + POLICY.replace("Mine", "Key_Norm"))
     with pytest.raises(PolicyLoadError, match=r"Key_Norm.*KeyNorm"):
-        register_file(path)
+        load_policy_file(path)
     assert discovery.registered_files() == []
 
 
@@ -366,7 +366,7 @@ def test_a_module_may_be_loaded_again_from_its_own_file(
 
     monkeypatch.setitem(sys.modules, "colorsys", colorsys)
     (tmp_path / "reloads.py").write_text(RELOADS + POLICY)
-    assert register_file(tmp_path / "reloads.py") == ["mine"]
+    assert load_policy_file(tmp_path / "reloads.py") == ["mine"]
 
 
 RELOADS_A_PACKAGE = """
@@ -387,7 +387,7 @@ def test_a_package_that_is_loaded_again_may_replace_its_modules(
     for name, module in (("xml", xml), ("xml.sax", xml.sax)):
         monkeypatch.setitem(sys.modules, name, module)
     (tmp_path / "reloads.py").write_text(RELOADS_A_PACKAGE + POLICY)
-    assert register_file(tmp_path / "reloads.py") == ["mine"]
+    assert load_policy_file(tmp_path / "reloads.py") == ["mine"]
 
 
 @pytest.mark.slow

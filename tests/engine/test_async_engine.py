@@ -19,7 +19,6 @@ from tiny import byte_tokenizer, shared_model, tiny_model, tiny_tokenizer
 
 from kvpolicy import (
     AsyncEngine,
-    Chunk,
     Engine,
     EngineClosedError,
     KVPolicyError,
@@ -29,6 +28,7 @@ from kvpolicy import (
     RequestError,
     RequestStream,
     Result,
+    StreamChunk,
     hookimpl,
 )
 from kvpolicy.engine.requests.results import HookFailure
@@ -73,7 +73,7 @@ def closed_gate(*, after: float = 0) -> Gate:
     return gate
 
 
-async def chunks_of(stream: RequestStream) -> list[Chunk]:
+async def chunks_of(stream: RequestStream) -> list[StreamChunk]:
     return [chunk async for chunk in stream]
 
 
@@ -84,7 +84,7 @@ async def chunks_of(stream: RequestStream) -> list[Chunk]:
 def test_streams_are_those_of_requests_alone(plan: Plan, slots: int, script: Script) -> None:
     alike = engine(plan, slots=slots, chunk=7)
 
-    async def main(serving: AsyncEngine) -> list[list[Chunk]]:
+    async def main(serving: AsyncEngine) -> list[list[StreamChunk]]:
         streams: list[RequestStream] = []
         readers = []
         for action, number in script.actions:
@@ -119,7 +119,7 @@ def test_streams_are_those_of_requests_alone(plan: Plan, slots: int, script: Scr
 
 
 def test_slow_reader_gets_everything_in_one_chunk() -> None:
-    async def main(serving: AsyncEngine) -> list[Chunk]:
+    async def main(serving: AsyncEngine) -> list[StreamChunk]:
         stream = serving.submit(Request("hello", 20))
         await stream.result()
         return await chunks_of(stream)
@@ -159,7 +159,7 @@ def test_text_waits_for_whole_characters_and_ends_before_a_stop_string() -> None
     assert free.text is not None
     stop = free.text[20:22]
 
-    async def main(serving: AsyncEngine) -> list[list[Chunk]]:
+    async def main(serving: AsyncEngine) -> list[list[StreamChunk]]:
         streams = [serving.submit(Request("où", 40, stop=one)) for one in ((), (stop,))]
         return [await chunks_of(stream) for stream in streams]
 
@@ -170,7 +170,7 @@ def test_text_waits_for_whole_characters_and_ends_before_a_stop_string() -> None
 
 
 def test_engine_without_tokenizer_streams_tokens() -> None:
-    async def main(serving: AsyncEngine) -> list[Chunk]:
+    async def main(serving: AsyncEngine) -> list[StreamChunk]:
         return await chunks_of(serving.submit(Request([5, 6], 4)))
 
     chunks = served(main, Engine(shared_model(), plan=FULL))

@@ -95,7 +95,7 @@ class Recomputes:
         return weights
 
     @hookimpl
-    def mark(
+    def annotate(
         self,
         layer_idx: int,
         states: Tensor,
@@ -249,7 +249,7 @@ def test_every_policy_receives_its_own() -> None:
             tracks = ("a",)
 
             @hookimpl
-            def mark(self, bound: Bound) -> None:
+            def annotate(self, bound: Bound) -> None:
                 seen.append((name, bound.of(self)))
 
             @hookimpl

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kvpolicy import (
     Engine,
+    Lookahead,
     Memory,
     Plan,
-    Probe,
     Request,
     SequenceSnapshot,
     hookimpl,
@@ -301,22 +301,22 @@ def test_tokens_equal_generate_if_no_answer_exceeds_its_budget(
 class LooksAhead:
     """Scores by the attention of two tokens that the model would write next."""
 
-    probe_size: ClassVar[int] = 2
+    lookahead_size: ClassVar[int] = 2
 
     @hookimpl
-    def probe(self) -> Probe:
-        return Probe(num_greedy=2)
+    def lookahead(self) -> Lookahead:
+        return Lookahead(num_greedy=2)
 
     @hookimpl
     def score(
-        self, keys: Tensor, positions: Tensor, seq_len: Tensor, probe_queries: Tensor
+        self, keys: Tensor, positions: Tensor, seq_len: Tensor, lookahead_queries: Tensor
     ) -> Tensor:
-        after = seq_len + probe_queries.shape[2]
-        weights = observed_weights(probe_queries, keys, positions, after)
+        after = seq_len + lookahead_queries.shape[2]
+        weights = observed_weights(lookahead_queries, keys, positions, after)
         return weights.unflatten(1, (keys.shape[1], -1)).sum(dim=(2, 3))
 
 
-def test_a_probe_leaves_prompts_that_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookahead_leaves_prompts_that_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", dtype=torch.float64)
     plan = Plan.uniform(LooksAhead(), budget=5, buffer=3, prompt="keep")
     prompts = [[3, 5] * 2, [4, 8, 1] * 6, [5]]

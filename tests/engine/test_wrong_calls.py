@@ -27,7 +27,7 @@ from kvpolicy.errors import (
     UnknownPolicyError,
 )
 from kvpolicy.files import atomic_write
-from kvpolicy.hooks.discovery import register_file
+from kvpolicy.hooks.discovery import load_policy_file
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 from kvpolicy.toolkit.steering_vectors import load_steering_vector, save_steering_vectors
 
@@ -228,7 +228,7 @@ CASES: dict[str, Case] = {
         "twice",
     ),
     # policies
-    "a file that is a folder": (lambda: register_file("/"), PolicyLoadError, "'/'"),
+    "a file that is a folder": (lambda: load_policy_file("/"), PolicyLoadError, "'/'"),
     "a policy named by nothing": (
         lambda: load_policy(None),
         UnknownPolicyError,
@@ -241,7 +241,7 @@ CASES: dict[str, Case] = {
         "'h2o\\n'",
     ),
     "a plugin file that is a number": (
-        lambda: register_file(3),
+        lambda: load_policy_file(3),
         PolicyLoadError,
         "3",
     ),

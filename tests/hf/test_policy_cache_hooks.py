@@ -71,13 +71,13 @@ def test_every_token_is_observed_once_over_several_turns() -> None:
 
 @attrs.define(eq=False, kw_only=True)
 class KeepsWhatStandsOut:
-    """Scores rows by what enters the attention, and checks that every row is marked."""
+    """Scores rows by what enters the attention, and checks that every row is annotated."""
 
     tracks: tuple[str, ...] = ("size",)
-    marks_in_step: bool = False
+    annotates_in_step: bool = False
 
     @hookimpl
-    def mark(self, states: torch.Tensor, keys: torch.Tensor) -> dict[str, torch.Tensor]:
+    def annotate(self, states: torch.Tensor, keys: torch.Tensor) -> dict[str, torch.Tensor]:
         size = states.sin().sum(dim=1, keepdim=True) + 100
         return {"size": size.expand(keys.shape[:2])}
 
@@ -88,11 +88,11 @@ class KeepsWhatStandsOut:
 
 
 @given(prompts(count=3, max_len=30), st.integers(1, 7), st.sampled_from([3, 512]), st.booleans())
-def test_marks_equal_those_of_the_engine(
+def test_annotations_equal_those_of_the_engine(
     prompts: list[list[int]], buffer: int, chunk: int, in_step: bool
 ) -> None:
     model = shared_model(num_layers=NUM_LAYERS, **DOUBLE)
-    plan = Plan.uniform(KeepsWhatStandsOut(marks_in_step=in_step), budget=9, buffer=buffer)
+    plan = Plan.uniform(KeepsWhatStandsOut(annotates_in_step=in_step), budget=9, buffer=buffer)
     run = Engine(model, plan=plan, slots=2, chunk=chunk).generate(prompts, max_new_tokens=16)
     answers = [list(result.tokens) for result in run.results()]
     cache = PolicyCache(model, plan, chunk=chunk)
@@ -100,9 +100,9 @@ def test_marks_equal_those_of_the_engine(
 
 
 @pytest.mark.parametrize("in_step", [True, False])
-def test_marks_go_with_a_row_through_copies_and_turns(in_step: bool) -> None:
+def test_annotations_go_with_a_row_through_copies_and_turns(in_step: bool) -> None:
     model = shared_model(num_layers=NUM_LAYERS, **DOUBLE)
-    plan = Plan.uniform(KeepsWhatStandsOut(marks_in_step=in_step), budget=9, buffer=6)
+    plan = Plan.uniform(KeepsWhatStandsOut(annotates_in_step=in_step), budget=9, buffer=6)
     cache, text = PolicyCache(model, plan), [1, 2, 3, 4, 5]
     for more in ([7, 8, 9], [11] * 14, [3]):
         copied = copy.deepcopy(cache)

@@ -15,8 +15,8 @@ from kvpolicy.hooks.discovery import (
     installed_policies,
     load_policy,
     load_policy_class,
+    load_policy_file,
     policy_names,
-    register_file,
 )
 
 INSTALLED = [info.name for info in installed_policies()]
@@ -102,7 +102,7 @@ def test_policy_of_a_package_installed_meanwhile_is_found(tmp_path, monkeypatch)
 def test_policies_of_a_file_are_named_after_their_classes(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(ONE_FILE)
-    assert register_file(path) == ["key_norm"]
+    assert load_policy_file(path) == ["key_norm"]
     assert load_policy("key_norm", power=3).power == 3
     info = next(info for info in installed_policies() if info.name == "key_norm")
     assert (info.summary, info.knobs[0].name) == ("Keep rows with short keys.", "power")
@@ -121,12 +121,12 @@ def test_file_without_a_policy_raises(tmp_path, text, message):
     path = tmp_path / "mine.py"
     path.write_text(text)
     with pytest.raises(PolicyLoadError, match=message):
-        register_file(path)
+        load_policy_file(path)
 
 
 def test_missing_file_is_named_in_the_error(tmp_path):
     with pytest.raises(PolicyLoadError, match=r"nothing\.py"):
-        register_file(tmp_path / "nothing.py")
+        load_policy_file(tmp_path / "nothing.py")
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,9 @@ def test_work_on_a_gpu_is_timed_without_a_wait_until_it_is_read(gpu: Gpu) -> Non
         spend(timings, gpu, "compaction_s", 125)
     assert gpu.waits == 0
     assert timings.read() == {
-        "mark_s": 0.0,
+        "annotate_s": 0.0,
         "observe_s": 0.0,
-        "probe_s": 0.0,
+        "lookahead_s": 0.0,
         "score_s": 0.75,
         "select_s": 0.0,
         "compaction_s": 0.125,

@@ -24,7 +24,7 @@ from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.requests.request import Sampling
 from kvpolicy.model import static_forward
 from kvpolicy.model.adapter import ForwardInput, ModelAdapter
-from kvpolicy.model.marking import mark_static_rows
+from kvpolicy.model.annotating import annotate_static_rows
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6]
 SAMPLINGS = [Sampling(), Sampling(0.8, seed=3), Sampling(0.7, top_k=5, top_p=0.9, seed=4)]
@@ -70,14 +70,14 @@ def test_a_static_step_holds_only_what_a_graph_can(
 
 
 @attrs.define(eq=False)
-class Marks:
-    """Marks rows from everything that it is given."""
+class Annotations:
+    """Annotates rows from everything that it is given."""
 
     tracks: ClassVar[tuple[str, ...]] = ("a",)
-    marks_in_step: ClassVar[bool] = True
+    annotates_in_step: ClassVar[bool] = True
 
     @hookimpl
-    def mark(
+    def annotate(
         self, states: Tensor, keys: Tensor, values: Tensor, positions: Tensor
     ) -> dict[str, Tensor]:
         numbers = (keys * values).sum(dim=2) + states.mean(dim=1, keepdim=True)
@@ -86,20 +86,20 @@ class Marks:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("in_step", [True, False])
-def test_marking_holds_only_what_a_graph_can(
+def test_annotating_holds_only_what_a_graph_can(
     in_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the operator does inside, too: it is captured with the step."""
     monkeypatch.setattr(static_forward, "BACKEND", "aot_eager")
-    monkeypatch.setattr(Marks, "marks_in_step", in_step)
-    plan = Plan.uniform("streaming", Marks(), budget=150, buffer=30)
+    monkeypatch.setattr(Annotations, "annotates_in_step", in_step)
+    plan = Plan.uniform("streaming", Annotations(), budget=150, buffer=30)
     model = tiny_model()
     engine = Engine(model, plan=plan, slots=3, compile=True)
     run = engine.generate(requests())
     for _ in range(2):
         run.step()
     given = begin_decode(run)
-    step, marking, layer = given.step, given.marking, given.step.cache.layers[0]
+    step, annotating, layer = given.step, given.annotating, given.step.cache.layers[0]
     assert min(layer.keys.nbytes for layer in step.cache.layers) > MOST_BYTES
     states = torch.ones(3, model.config.hidden_size)
     key = torch.ones(3, 2, 1, 8)
@@ -108,9 +108,9 @@ def test_marking_holds_only_what_a_graph_can(
     monkeypatch.setattr(step, "in_graph", False)  # so that it is not an operator
     given.attention_input = states[:, None]
     with guarded() as mode:
-        mark_static_rows(given, 0, key, key)
+        annotate_static_rows(given, 0, key, key)
     assert mode.num_calls > 5
-    assert marking is not None
+    assert annotating is not None
     assert given.attention_input is None
     if in_step:
         changed = (layer.tracks["a"] != before).nonzero().tolist()

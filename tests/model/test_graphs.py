@@ -199,20 +199,20 @@ def test_hooks_of_policies_that_observe_are_captured(recorder: Recorder) -> None
 
 
 @attrs.define(eq=False, kw_only=True)
-class Marks:
+class Annotations:
     """Scores rows by what enters the attention."""
 
     tracks: ClassVar[tuple[str, ...]] = ("size",)
 
-    marks_in_step: bool = True
+    annotates_in_step: bool = True
     fails_at: int | None = None
     calls: int = 0
 
     @hookimpl
-    def mark(self, states: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    def annotate(self, states: Tensor, keys: Tensor) -> dict[str, Tensor]:
         self.calls += 1
         if self.calls == self.fails_at:
-            msg = "no mark"
+            msg = "no annotation"
             raise ValueError(msg)
         size = states.sin().sum(dim=1, keepdim=True) + 100
         return {"size": size.expand(keys.shape[:2])}
@@ -224,11 +224,11 @@ class Marks:
 
 
 @pytest.mark.parametrize("in_step", [True, False])
-def test_marks_are_captured(
+def test_annotations_are_captured(
     in_step: bool, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def results() -> list[tuple]:
-        plan = Plan.uniform(Marks(marks_in_step=in_step), budget=12, buffer=5)
+        plan = Plan.uniform(Annotations(annotates_in_step=in_step), budget=12, buffer=5)
         engine = Engine(tiny_model(), plan=plan, slots=5, steps_per_read=4)
         return [result.tokens for result in engine.generate(requests()).results()]
 
@@ -238,9 +238,13 @@ def test_marks_are_captured(
     assert replayed == results()
 
 
-def test_a_step_that_was_captured_without_its_marks_is_captured_again(recorder: Recorder) -> None:
-    marks = Marks(fails_at=4)  # two layers of the prompts, then the second layer of the capture
-    plan = Plan.uniform(marks, budget=12, buffer=5)
+def test_a_step_that_was_captured_without_its_annotations_is_captured_again(
+    recorder: Recorder,
+) -> None:
+    annotations = Annotations(
+        fails_at=4
+    )  # two layers of the prompts, then the second layer of the capture
+    plan = Plan.uniform(annotations, budget=12, buffer=5)
     engine = Engine(tiny_model(), plan=plan, slots=5, on_hook_error="answer")
     run = engine.generate([*requests((30,) * 5), *requests((30,) * 5)])
     reasons = [result.finish_reason for result in run.results()]
@@ -249,15 +253,15 @@ def test_a_step_that_was_captured_without_its_marks_is_captured_again(recorder: 
 
 
 def test_calls_are_recorded_without_graphs(recorder: Recorder) -> None:
-    marks = Marks()
-    engine = Engine(tiny_model(), plan=Plan.uniform(marks, budget=12, buffer=5), slots=5)
+    annotations = Annotations()
+    engine = Engine(tiny_model(), plan=Plan.uniform(annotations, budget=12, buffer=5), slots=5)
     with recording(engine) as trace:
         engine.generate(requests((9,) * 5)).results()
     assert recorder.widths == []
-    assert sum(call.hook == "mark" for call in trace.calls) == marks.calls == 2 * 9
+    assert sum(call.hook == "annotate" for call in trace.calls) == annotations.calls == 2 * 9
 
 
-@pytest.mark.parametrize("plan", [PLAN, Plan.uniform(Marks(), budget=12, buffer=5)])
+@pytest.mark.parametrize("plan", [PLAN, Plan.uniform(Annotations(), budget=12, buffer=5)])
 def test_a_step_in_which_no_slot_takes_part_changes_nothing(plan: Plan) -> None:
     engine = Engine(tiny_model(), plan=plan, slots=5, steps_per_read=2)
     run = engine.generate(requests(drawn=True))

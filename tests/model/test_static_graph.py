@@ -176,17 +176,17 @@ def test_hidden_states_leave_the_graph() -> None:
 
 
 @attrs.define(eq=False, kw_only=True)
-class Marks:
+class Annotations:
     """Scores rows by what enters the attention, their keys, values and positions."""
 
     tracks: ClassVar[tuple[str, ...]] = ("a", "b")
 
-    marks_in_step: bool = True
+    annotates_in_step: bool = True
     fails_after: int = 10**9
     calls: int = 0
 
     @hookimpl
-    def mark(
+    def annotate(
         self, states: Tensor, keys: Tensor, values: Tensor, positions: Tensor
     ) -> dict[str, Tensor]:
         self.calls += 1
@@ -211,14 +211,14 @@ class Marks:
         pytest.param("phi3", False, marks=pytest.mark.slow),
     ],
 )
-def test_policies_mark_within_the_graph(family: str, in_step: bool) -> None:
+def test_policies_annotate_within_the_graph(family: str, in_step: bool) -> None:
     model, given = family_model(family, window=30 if family == "phi3" else 9), requests()
     answers, calls = [], []
     for compiled in (True, False):
-        marks = Marks(marks_in_step=in_step)
-        plan = Plan.uniform(marks, budget=12, buffer=5)
+        annotations = Annotations(annotates_in_step=in_step)
+        plan = Plan.uniform(annotations, budget=12, buffer=5)
         answers.append(tokens(model, plan, given, compile=compiled, steps_per_read=3))
-        calls.append(marks.calls)
+        calls.append(annotations.calls)
     assert answers[0] == answers[1] != tokens(model, Plan.uniform("full"), given)
     assert calls[0] == calls[1] > 10
     assert counters["stats"]["unique_graphs"] == 1
@@ -226,12 +226,12 @@ def test_policies_mark_within_the_graph(family: str, in_step: bool) -> None:
 
 
 @pytest.mark.nightly
-def test_an_error_of_a_marking_policy_passes_through_the_graph() -> None:
-    marks = Marks(fails_after=9)
-    plan = Plan.uniform(marks, budget=12, buffer=5)
+def test_an_error_of_an_annotating_policy_passes_through_the_graph() -> None:
+    annotations = Annotations(fails_after=9)
+    plan = Plan.uniform(annotations, budget=12, buffer=5)
     with pytest.raises(HookError, match="no more"):
         tokens(tiny_model(), plan, requests(), compile=True)
-    marks.calls = 0
+    annotations.calls = 0
     engine = Engine(tiny_model(), plan=plan, slots=3, on_hook_error="answer", compile=True)
     assert [one.finish_reason for one in engine.generate(requests()).results()] == ["error"] * 3
 

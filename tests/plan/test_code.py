@@ -7,7 +7,7 @@ import pytest
 
 from kvpolicy import Plan, hookimpl
 from kvpolicy.hooks import discovery
-from kvpolicy.hooks.discovery import installed_policies, load_policy_class, register_file
+from kvpolicy.hooks.discovery import installed_policies, load_policy_class, load_policy_file
 from kvpolicy.plan.resolved import ResolvedPlan
 from kvpolicy.plan.spec import hash_of_code
 
@@ -34,7 +34,7 @@ def resolved(folder: Path, source: str, *stack: str) -> ResolvedPlan:
     folder.mkdir(exist_ok=True)
     discovery.forget_files()  # two files with one policy are refused
     (folder / "key_norm.py").write_text(source, encoding="utf-8")
-    register_file(folder / "key_norm.py")
+    load_policy_file(folder / "key_norm.py")
     return Plan.uniform(*(stack or ("key_norm", "protect")), budget=16, buffer=4).resolve(2)
 
 

@@ -16,7 +16,7 @@ from plan_strategies import plan_data
 from kvpolicy import Plan, hookimpl
 from kvpolicy.entry_points import installed
 from kvpolicy.errors import PlanError
-from kvpolicy.hooks.discovery import register_file
+from kvpolicy.hooks.discovery import load_policy_file
 from kvpolicy.plan import dump
 from kvpolicy.plan.dump import to_plan_data, to_toml
 from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
@@ -124,7 +124,7 @@ class Choosy:
 def test_a_knob_set_to_none_cannot_be_written(tmp_path: Path) -> None:
     file = tmp_path / "choosy.py"
     file.write_text(CHOOSY, encoding="utf-8")
-    register_file(file)
+    load_policy_file(file)
     by_default = Plan.from_dict({"budget": 9, "stack": ["choosy"]}).resolve(2)
     assert to_plan_data(by_default)["layers"][0]["stack"] == [{"policy": "choosy", "knob": 3}]
     chosen = Plan(stack=(PolicySpec("choosy", {"knob": None}),), budget=9).resolve(2)

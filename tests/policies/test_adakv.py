@@ -15,7 +15,7 @@ from strategies import caches, seeds
 from tiny import tiny_model
 from torch import Tensor
 
-from kvpolicy import Engine, GivenRows, Plan, Request, Tracks, decide, hookimpl
+from kvpolicy import CacheView, Engine, Plan, Request, Tracks, hookimpl, select_rows
 
 
 @attrs.define(eq=False)
@@ -56,9 +56,9 @@ def held(values: Tensor, positions: Tensor) -> dict[int, float]:
 @given(rated_rows(), st.integers(1, 10), st.sampled_from([0, 0.2, 0.5, 0.75, 1]))
 def test_keeps_the_rows_of_the_loop(rows: tuple[Tensor, Tensor], budget: int, alpha: float) -> None:
     positions, ratings = rows
-    given_rows = GivenRows(positions=positions, tracks={"rating": ratings})
+    given_rows = CacheView(positions=positions, tracks={"rating": ratings})
     stack = [Given(), {"policy": "adakv", "alpha_safeguard": alpha}]
-    mask = decide(stack, given_rows, budget=budget, heads="shared").keep
+    mask = select_rows(stack, given_rows, budget=budget, heads="shared").keep
     ratings[:, :, -1] = torch.inf  # protected
     for b, of_sequence in enumerate(positions):
         rated = [held(ratings[b, h], of_head) for h, of_head in enumerate(of_sequence)]
@@ -74,11 +74,11 @@ def test_a_whole_safeguard_is_a_budget_for_each_head(
     rows: tuple[Tensor, Tensor], budget: int
 ) -> None:
     positions = torch.arange(rows[0].shape[2]).expand(rows[0].shape)
-    given_rows = GivenRows(positions=positions, tracks={"rating": rows[1]})
+    given_rows = CacheView(positions=positions, tracks={"rating": rows[1]})
     stack = [Given(), {"policy": "adakv", "alpha_safeguard": 1}]
-    mask = decide(stack, given_rows, budget=budget, heads="shared").keep
-    own = decide(stack, given_rows, budget=budget).keep
-    assert torch.equal(own, decide(Given(), given_rows, budget=budget).keep)
+    mask = select_rows(stack, given_rows, budget=budget, heads="shared").keep
+    own = select_rows(stack, given_rows, budget=budget).keep
+    assert torch.equal(own, select_rows(Given(), given_rows, budget=budget).keep)
     assert torch.equal(mask, torch.zeros_like(mask).scatter(2, own, True))
 
 
@@ -102,7 +102,7 @@ def kvpress_snapkv(case: Case) -> dict[str, Any]:
 def assert_masks_equal(case: Case, scores: dict[str, Any]) -> None:
     arrays = {name: torch.from_numpy(array) for name, array in case.arrays().items()}
     adakv = {"policy": "adakv", "alpha_safeguard": case.args["press_args"]["alpha_safeguard"]}
-    rows = GivenRows(
+    rows = CacheView(
         keys=arrays["K"],
         values=arrays["V"],
         queries=arrays["Q"][:, :, -case.args["press_args"].get("window_size", 1) :],
@@ -110,7 +110,7 @@ def assert_masks_equal(case: Case, scores: dict[str, Any]) -> None:
     )
     for ratio in case.args["ratios"]:
         budget = max(1, int(case.args["T"] * (1 - ratio)))
-        mask = decide([scores, adakv], rows, budget=budget, heads="shared").keep
+        mask = select_rows([scores, adakv], rows, budget=budget, heads="shared").keep
         assert torch.equal(mask, arrays[f"r{ratio * 100:.0f}_keep_mask"])
 
 
@@ -133,10 +133,10 @@ def test_snapkv_below_it_scores_uneven_heads_in_every_round(drawn, pooling, wind
             cache += range(seen, count)
         seen = count
         rows = uneven_rows(drawn, caches_in_order, ranks, count, window)
-        decision = decide(stack, rows, budget=budget, heads="shared")
+        selection = select_rows(stack, rows, budget=budget, heads="shared")
         kept = [
             of_head[mask].tolist()
-            for of_head, mask in zip(rows.positions[0], decision.keep[0], strict=True)
+            for of_head, mask in zip(rows.positions[0], selection.keep[0], strict=True)
         ]
         scores = []
         for head, cache in enumerate(caches_in_order):
@@ -155,7 +155,7 @@ def test_snapkv_below_it_scores_uneven_heads_in_every_round(drawn, pooling, wind
             ]
             assert max(swapped) - min(swapped) < ATOL
             return
-        new_ranks = decision.tracks[0]["snapkv_rank"][0]
+        new_ranks = selection.tracks[0]["snapkv_rank"][0]
         for head, cache in enumerate(caches_in_order):
             of_head = scores[head]
             newest = cache[len(cache) - window :]
@@ -165,7 +165,7 @@ def test_snapkv_below_it_scores_uneven_heads_in_every_round(drawn, pooling, wind
             ranks[head] = held(new_ranks[head], rows.positions[0, head])
 
 
-def uneven_rows(drawn, caches_in_order, ranks, count, window) -> GivenRows:
+def uneven_rows(drawn, caches_in_order, ranks, count, window) -> CacheView:
     """Rows of heads that hold different positions, aligned on the right."""
     most = max(map(len, caches_in_order))
     positions = torch.full((1, len(caches_in_order), most), -1)
@@ -178,7 +178,7 @@ def uneven_rows(drawn, caches_in_order, ranks, count, window) -> GivenRows:
         given_ranks = [ranks[head].get(row, 0.0) for row in rows]
         rank[0, head, most - len(rows) :] = torch.tensor(given_ranks)
     queries = drawn.queries[:, :, count - window : count]
-    return GivenRows(keys=keys, positions=positions, queries=queries, tracks={"snapkv_rank": rank})
+    return CacheView(keys=keys, positions=positions, queries=queries, tracks={"snapkv_rank": rank})
 
 
 @pytest.mark.parametrize("stack", [["snapkv"], ["h2o"], ["knorm", "protect"]], ids=str)

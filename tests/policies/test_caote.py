@@ -15,7 +15,7 @@ from strategies import Drawn, caches, fill
 from tiny import tiny_model
 from torch import Tensor
 
-from kvpolicy import Engine, GivenRows, Plan, decide, hookimpl, load_policy
+from kvpolicy import CacheView, Engine, Plan, hookimpl, load_policy, select_rows
 from kvpolicy.errors import KVPolicyError, PlanError
 from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.testing import keep_rows
@@ -105,10 +105,10 @@ def test_protected_rows_have_their_mass() -> None:
     masses, values = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), fill((1, 1, 4, 3), "gauss", 1)
     given = masses.flatten().tolist(), values[0, 0].double().tolist()
     changes = [oracle.change_without(*given, row) for row in range(4)]
-    rows = GivenRows(positions=torch.arange(4).view(1, 1, 4), values=values)
+    rows = CacheView(positions=torch.arange(4).view(1, 1, 4), values=values)
     for n_recent in (0, 1, 2):
         stack = [Masses(masses, (0, n_recent)), load_policy("caote")]
-        (kept,) = decide(stack, rows, budget=3).keep.tolist()
+        (kept,) = select_rows(stack, rows, budget=3).keep.tolist()
         least = min(range(4 - n_recent), key=changes.__getitem__)
         assert kept == [[t for t in range(4) if t != least]]
 
@@ -147,11 +147,11 @@ def test_greedy_removes_one_row_after_the_other(
 ) -> None:
     budget = data.draw(st.integers(max(n_recent, 2), drawn.num_rows))
     masses = weights_of(drawn).clamp(min=1e-3)
-    rows = GivenRows(
+    rows = CacheView(
         positions=torch.arange(drawn.num_rows).expand(masses.shape), values=drawn.values
     )
     stack = [Masses(masses, (0, n_recent)), load_policy("caote", greedy=True)]
-    kept = decide(stack, rows, budget=budget).keep
+    kept = select_rows(stack, rows, budget=budget).keep
     for b, h in torch.cartesian_prod(*map(torch.arange, masses.shape[:2])).tolist():
         given = masses[b, h].double().tolist(), drawn.values[b, h].double().tolist()
         may_leave = [t < drawn.num_rows - n_recent for t in range(drawn.num_rows)]
@@ -237,7 +237,7 @@ def test_no_base_is_refused(stack: list[str]) -> None:
     with pytest.raises(KVPolicyError, match="caote"):
         keep_rows(stack, keys, keys, keys, budget=16)
     with pytest.raises(KVPolicyError, match="caote"):
-        decide(stack, GivenRows(positions=torch.arange(20).view(1, 1, 20)), budget=16)
+        select_rows(stack, CacheView(positions=torch.arange(20).view(1, 1, 20)), budget=16)
 
 
 def test_wrappers_in_between_must_give_masses_too() -> None:
@@ -275,9 +275,9 @@ def test_rows_of_all_heads_compete_by_the_change_of_their_output() -> None:
     masses = torch.rand(1, 3, 20, generator=torch.Generator().manual_seed(1))
     values = fill((1, 3, 20, 4), "gauss", 2)
     values[:, 2] *= 5  # outputs of this head change more
-    rows = GivenRows(positions=torch.arange(20).expand(1, 3, -1), values=values)
+    rows = CacheView(positions=torch.arange(20).expand(1, 3, -1), values=values)
     stack = [Masses(masses), load_policy("caote"), load_policy("adakv", alpha_safeguard=0.2)]
-    kept = decide(stack, rows, budget=10, heads="shared").keep[0]
+    kept = select_rows(stack, rows, budget=10, heads="shared").keep[0]
     changes = {
         (h, t): oracle.change_without(masses[0, h].tolist(), values[0, h].double().tolist(), t)
         for h in range(3)

@@ -93,7 +93,7 @@ STACKS: dict[str, list[list[PolicySpec]]] = {
 
 
 def kept_of(stack: list[PolicySpec], drawn: Drawn, budget: int) -> torch.Tensor:
-    # Hidden states for policies that mark rows.
+    # Hidden states for policies that annotate rows.
     states = drawn.keys.transpose(1, 2).flatten(2)
     return keep_rows(stack, drawn.keys, drawn.values, drawn.queries, budget=budget, states=states)
 

@@ -15,15 +15,15 @@ from tiny import shared_model, tiny_tokenizer
 from torch import Tensor
 
 from kvpolicy import (
+    CacheView,
     Engine,
-    GivenRows,
     KVPolicyError,
     Plan,
     PolicyCache,
     Request,
     SequenceSnapshot,
-    decide,
     load_policy,
+    select_rows,
 )
 from kvpolicy.errors import BudgetError
 from kvpolicy.hf.policy_cache import CacheReport
@@ -61,9 +61,9 @@ def test_rows_kept_equal_the_reference(
     """Of each head, as level pair-uniform; or of all together, as level pair."""
     queries, budget = patched(drawn, num), data.draw(budgets(drawn.num_rows))
     positions = torch.arange(drawn.num_rows).expand(drawn.keys.shape[:3])
-    rows = GivenRows(positions=positions, keys=drawn.keys, probe_queries=queries)
+    rows = CacheView(positions=positions, keys=drawn.keys, lookahead_queries=queries)
     heads = "shared" if of_all else "own"
-    keep = decide("epicache", rows, budget=budget, heads=heads).keep
+    keep = select_rows("epicache", rows, budget=budget, heads=heads).keep
     if not of_all:
         again = keep_rows(
             "epicache",
@@ -71,7 +71,7 @@ def test_rows_kept_equal_the_reference(
             drawn.values,
             drawn.queries,
             budget=budget,
-            probe_queries=queries,
+            lookahead_queries=queries,
         )
         assert (keep == again).all()
     for b in range(len(positions)):
@@ -121,16 +121,16 @@ def test_recorded_blocks_keep_the_recorded_rows(case: Case) -> None:
             lens = [len(one) for one in now]
             assert lens == arrays[f"b{block}_lens_before"][layer_idx].tolist()
             rows = ragged_rows(keys[layer_idx, 0], now, seen)
-            rows = attrs.evolve(rows, probe_queries=queries[block, layer_idx])
+            rows = attrs.evolve(rows, lookahead_queries=queries[block, layer_idx])
             scored = load_policy("epicache").score(  # type: ignore[attr-defined]
-                rows.keys, rows.positions, rows.probe_queries, rows.seq_len
+                rows.keys, rows.positions, rows.lookahead_queries, rows.seq_len
             )
             for head, length in enumerate(lens):
                 recorded = torch.tensor([next(expected_scores) for _ in range(length)])
                 torch.testing.assert_close(
                     scored[0, head, -length:], recorded, atol=ATOL, rtol=1e-5
                 )
-            keep = decide("epicache", rows, budget=budget, heads=heads).keep
+            keep = select_rows("epicache", rows, budget=budget, heads=heads).keep
             if keep.dtype != torch.bool:
                 keep = torch.zeros_like(rows.positions, dtype=torch.bool).scatter(2, keep, True)
             for head, length in enumerate(arrays[f"b{block}_lens"][layer_idx].tolist()):
@@ -142,13 +142,13 @@ def test_recorded_blocks_keep_the_recorded_rows(case: Case) -> None:
     assert num_compared == len(args["blocks"]) * num_layers * num_heads
 
 
-def ragged_rows(keys: Tensor, positions: list[list[int]], seq_len: int) -> GivenRows:
+def ragged_rows(keys: Tensor, positions: list[list[int]], seq_len: int) -> CacheView:
     """Rows of heads that hold different numbers of them; keys are ``[H_kv, T, D]``."""
     most = max(map(len, positions))
     table = torch.tensor([[-1] * (most - len(one)) + one for one in positions])
     rows = torch.take_along_dim(keys, table.clamp(min=0)[..., None], dim=1)
     rows = rows * (table >= 0)[..., None]
-    return GivenRows(positions=table[None], keys=rows[None], seq_len=torch.tensor([seq_len]))
+    return CacheView(positions=table[None], keys=rows[None], seq_len=torch.tensor([seq_len]))
 
 
 # In the engine
@@ -241,10 +241,10 @@ def test_patched_prompt_leaves_the_cache_as_it_is(heads: str, num: int, seed: in
     """Rows that stay have the keys and values that a cache without compactions has."""
     prompt = tokens(50, seed)
     patch = tuple(tokens(num, seed + 1))
-    with_probe, report = held(engine(10, 40, heads, prompt=patch), prompt)
+    with_lookahead, report = held(engine(10, 40, heads, prompt=patch), prompt)
     without, roomy = held(engine(60, 8, heads, prompt=patch), prompt)
     assert report.rows_evicted > roomy.rows_evicted == 0
-    for ours, theirs in zip(with_probe.contents.layers, without.contents.layers, strict=True):
+    for ours, theirs in zip(with_lookahead.contents.layers, without.contents.layers, strict=True):
         for head in range(2):
             is_row = ours.positions[head] >= 0
             at = ours.positions[head][is_row]
@@ -275,16 +275,16 @@ def test_short_history_is_not_compacted_for_a_question_either() -> None:
 
 
 def test_newest_tokens_follow_the_prompt() -> None:
-    policy = load_policy("epicache", prompt=[3, 7], n_last=3, probe_size=4)
-    probe = policy.probe(torch.arange(20), None)  # type: ignore[attr-defined]
-    assert probe.token_ids == (3, 17, 18, 19), "the end of the prompt is left out"
+    policy = load_policy("epicache", prompt=[3, 7], n_last=3, lookahead_size=4)
+    lookahead = policy.lookahead(torch.arange(20), None)  # type: ignore[attr-defined]
+    assert lookahead.token_ids == (3, 17, 18, 19), "the end of the prompt is left out"
 
 
 def test_text_of_the_prompt_is_encoded_without_marks_of_a_beginning() -> None:
     tokenizer = tiny_tokenizer()
     policy = load_policy("epicache", prompt="t7 t8")
     expected = tokenizer("t7 t8", add_special_tokens=False)["input_ids"]
-    assert list(policy.probe(torch.arange(5), tokenizer).token_ids) == expected  # type: ignore[attr-defined]
+    assert list(policy.lookahead(torch.arange(5), tokenizer).token_ids) == expected  # type: ignore[attr-defined]
 
 
 def test_text_without_a_tokenizer_is_refused_in_one_sentence() -> None:
@@ -301,7 +301,7 @@ def test_sinks_and_recent_rows_stay_if_asked() -> None:
         drawn_keys,
         queries,
         budget=6,
-        probe_queries=queries,
+        lookahead_queries=queries,
         n_sink=2,
         n_recent=2,
     )
@@ -329,6 +329,6 @@ def test_only_rows_of_the_wanted_heads_and_tokens_count() -> None:
     keys[0, 0, 1, 0] = 4.0
     queries = torch.zeros(1, 2, 3, 2)
     queries[0, 1, 2, 0] = 4.0
-    kept = keep_rows("epicache", keys, keys, queries, budget=1, probe_queries=queries)
+    kept = keep_rows("epicache", keys, keys, queries, budget=1, lookahead_queries=queries)
     assert kept.tolist() == [[[1]]]
     assert_threshold([1], [0.25, 0.99, 0.25, 0.25], atol=ATOL)

@@ -209,7 +209,7 @@ def test_one_episode_is_a_prefill_with_one_patched_prompt() -> None:
     one = engine()
     found = EpisodeStore.build(one, TALK, settings=attrs.evolve(SMALL, num_episodes=1), embed=hot)
     (episode,) = found.episodes
-    knobs = {"epicache": {"prompt": episode.prompt, "probe_size": 500}}
+    knobs = {"epicache": {"prompt": episode.prompt, "lookahead_size": 500}}
     plain = Engine(
         one.adapter, one.tokenizer, Plan.uniform("epicache", budget=10, buffer=8, knobs=knobs)
     )

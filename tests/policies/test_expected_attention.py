@@ -16,7 +16,7 @@ from tiny import shared_model, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvpolicy import Engine, GivenRows, Plan, decide, hookimpl, load_policy
+from kvpolicy import CacheView, Engine, Plan, hookimpl, load_policy, select_rows
 from kvpolicy.engine.engine import Run
 from kvpolicy.errors import BudgetError, ModelError
 from kvpolicy.hooks.stack import Stack
@@ -138,7 +138,7 @@ def test_scores_and_rows_are_those_of_kvpress(case: Case) -> None:
     assert (recorded[:, :, :n_sink] > recorded[:, :, n_sink:].amax()).all()
     policy = load_policy("expected_attention", **options)
     bound = bound_by(policy, llama_weights(args["Hq"], args["d"]))
-    rows = GivenRows(
+    rows = CacheView(
         positions=torch.arange(args["T"]).expand(keys.shape[:3]),
         keys=keys,
         values=values,
@@ -158,7 +158,7 @@ def test_scores_and_rows_are_those_of_kvpress(case: Case) -> None:
             **options,
         )
         assert torch.equal(once, kept)
-        assert torch.equal(decide(policy, rows, budget=budget).keep, kept)
+        assert torch.equal(select_rows(policy, rows, budget=budget).keep, kept)
 
 
 @recorded_press("ExpectedAttention")
@@ -182,8 +182,8 @@ def test_recorded_queries_before_rope_are_found_again(case: Case) -> None:
 class Watches:
     """Compares the scores under it with those of the queries that the model projects.
 
-    `mark` sees what enters the attention; from that, kvpress' formula is computed literally: the
-    mean and covariance of projections, then the mean of rotated ones.
+    `annotate` sees what enters the attention; from that, kvpress' formula is computed literally:
+    the mean and covariance of projections, then the mean of rotated ones.
     """
 
     tracks = ("nothing",)
@@ -197,7 +197,7 @@ class Watches:
         return weights
 
     @hookimpl
-    def mark(self, layer_idx: int, states: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    def annotate(self, layer_idx: int, states: Tensor, keys: Tensor) -> dict[str, Tensor]:
         self.states.setdefault(layer_idx, []).append(states.clone())
         return {"nothing": keys.new_zeros(keys.shape[:2])}
 

@@ -15,7 +15,7 @@ WRONG: dict[str, dict[str, list[object]]] = {
     "epicache": {
         "prompt": [3, [-1], ""],
         "n_last": [-1],
-        "probe_size": [0],
+        "lookahead_size": [0],
         "n_sink": [-1],
         "n_recent": [0.5],
     },
@@ -119,7 +119,7 @@ WRONG: dict[str, dict[str, list[object]]] = {
 #: Knobs that do not go together.
 CLASHING: list[tuple[str, dict[str, object]]] = [
     ("epicache", {"prompt": [], "n_last": 0}),
-    ("epicache", {"n_last": 9, "probe_size": 8}),
+    ("epicache", {"n_last": 9, "lookahead_size": 8}),
     ("laq", {"n_lookahead": 0, "n_local": 0}),
 ]
 

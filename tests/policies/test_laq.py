@@ -13,7 +13,7 @@ from strategies import Drawn, budgets, caches, fill
 from tiny import shared_model
 from torch import Tensor
 
-from kvpolicy import Engine, GivenRows, Plan, decide, hookimpl, load_policy
+from kvpolicy import CacheView, Engine, Plan, hookimpl, load_policy, select_rows
 from kvpolicy.errors import BudgetError
 from kvpolicy.testing import keep_rows, replay
 
@@ -63,13 +63,13 @@ def test_rows_and_scores_are_those_of_the_reference(
     ahead = pseudo(drawn, num_ahead)
     given = {"n_local": num_local, **knobs}
     inputs = (drawn.keys, drawn.values, drawn.queries)
-    kept = keep_rows("laq", *inputs, budget=budget, probe_queries=ahead, **given)
+    kept = keep_rows("laq", *inputs, budget=budget, lookahead_queries=ahead, **given)
     assert_rows_shape(kept, drawn.keys, budget)
     scores = load_policy(
         "laq", **given
     ).score(
         queries=drawn.queries,  # may be more than its own
-        probe_queries=ahead,
+        lookahead_queries=ahead,
         keys=drawn.keys,
         positions=torch.arange(drawn.num_rows).expand(drawn.keys.shape[:3]),
         seq_len=torch.tensor([drawn.num_rows] * len(drawn.keys)),
@@ -99,7 +99,7 @@ def test_without_look_ahead_it_is_snapkv_as_published(
 def test_a_stream_without_pseudo_tokens_uses_the_newest_query(
     data: st.DataObject, drawn: Drawn
 ) -> None:
-    # `replay` has no model to probe: as if every look-ahead met the end of the text at once.
+    # `replay` has no model to look ahead: as if every look-ahead met the end of the text at once.
     budget = data.draw(st.integers(1, 5))
     plain = {"n_local": 0, "kernel_size": 1}
     first, second = replay(
@@ -130,7 +130,7 @@ def test_columns_that_a_head_has_no_row_for_change_nothing(
     policy = load_policy("laq", n_local=2, **knobs)
     positions = torch.arange(drawn.num_rows).repeat(*drawn.keys.shape[:2], 1)
     positions[:, 0, :num_gone] = -1
-    rows = {"queries": drawn.queries[:, :, -2:], "probe_queries": pseudo(drawn, 3)}
+    rows = {"queries": drawn.queries[:, :, -2:], "lookahead_queries": pseudo(drawn, 3)}
     rows["seq_len"] = torch.tensor([drawn.num_rows] * len(drawn.keys))
     ragged = policy.score(keys=drawn.keys, positions=positions, **rows)
     left = slice(num_gone, None)
@@ -186,26 +186,26 @@ def test_stage_2_keeps_the_rows_of_the_authors(case: Case) -> None:
     keys, values, local, ahead = by_query_head(case, arrays)
     knobs = {"n_local": args["w2"], "kernel_size": args["kernel"], "pooling": args["pooling"]}
     knobs |= {"n_lookahead": args["n"], "phase": "prefill", "compat_mask": True}
-    kept = keep_rows("laq", keys, values, local, budget=args["C"], probe_queries=ahead, **knobs)
+    kept = keep_rows("laq", keys, values, local, budget=args["C"], lookahead_queries=ahead, **knobs)
     recorded = torch.from_numpy(arrays["stage2_scores"])[:, 0]
     positions = torch.arange(args["S"]).expand(keys.shape[:3])
     scores = load_policy("laq", **knobs).score(
         queries=local,
-        probe_queries=ahead,
+        lookahead_queries=ahead,
         keys=keys,
         positions=positions,
         seq_len=torch.tensor([args["S"]] * len(keys)),
     )
     torch.testing.assert_close(scores[:, :, : recorded.shape[2]], recorded, atol=1e-5, rtol=1e-5)
     assert_same_selection(kept, recorded, arrays["stage2_kept"], args["S"], args["w2"])
-    rows = GivenRows(
-        positions=positions, keys=keys, values=values, queries=local, probe_queries=ahead
+    rows = CacheView(
+        positions=positions, keys=keys, values=values, queries=local, lookahead_queries=ahead
     )
-    assert torch.equal(decide(load_policy("laq", **knobs), rows, budget=args["C"]).keep, kept)
+    assert torch.equal(select_rows(load_policy("laq", **knobs), rows, budget=args["C"]).keep, kept)
     # Where the code hides rows, at the end of the prompt, they are worth more.
     right = load_policy("laq", **{**knobs, "compat_mask": False}).score(
         queries=local,
-        probe_queries=ahead,
+        lookahead_queries=ahead,
         keys=keys,
         positions=positions,
         seq_len=torch.tensor([args["S"]] * len(keys)),
@@ -221,12 +221,12 @@ class Notes:
     """Notes how many pseudo queries each compaction of layer 0 had, and which rows stay."""
 
     def __init__(self) -> None:
-        self.probed: list[int] = []
+        self.looked_ahead: list[int] = []
         self.kept: list[list[int]] = []
 
     @hookimpl(wrapper=True)
-    def score(self, layer_idx: int, probe_queries: Tensor | None) -> Any:
-        self.probed.append(0 if probe_queries is None else probe_queries.shape[2])
+    def score(self, layer_idx: int, lookahead_queries: Tensor | None) -> Any:
+        self.looked_ahead.append(0 if lookahead_queries is None else lookahead_queries.shape[2])
         return (yield)
 
     @hookimpl(wrapper=True)
@@ -248,7 +248,7 @@ def test_as_published_it_looks_ahead_once_and_the_first_token_is_that_of_the_ful
 ) -> None:
     notes, knobs = Notes(), {"n_local": num_local, "phase": "prefill", "n_lookahead": 5}
     result = generate([load_policy("laq", **knobs), notes])
-    assert notes.probed == [5] * shared_model().config.num_hidden_layers
+    assert notes.looked_ahead == [5] * shared_model().config.num_hidden_layers
     assert result.rows_evicted > 0
     assert result.tokens[0] == generate(["full"]).tokens[0]
     assert result.peak_rows == 12 + 20 - 1  # the last token is not stored
@@ -258,7 +258,7 @@ def test_while_decoding_it_looks_ahead_whenever_the_buffer_is_full() -> None:
     notes = Notes()
     result = generate([load_policy("laq"), notes])
     assert result.compactions > 3
-    assert set(notes.probed) == {8}
+    assert set(notes.looked_ahead) == {8}
     assert result.peak_rows == 12 + 4
 
 
@@ -285,9 +285,9 @@ def test_its_pseudo_queries_are_those_of_the_tokens_that_follow() -> None:
             self.queries: list[Tensor] = []
 
         @hookimpl(wrapper=True)
-        def score(self, layer_idx: int, probe_queries: Tensor | None) -> Any:
-            assert probe_queries is not None
-            self.queries.append(probe_queries.clone())
+        def score(self, layer_idx: int, lookahead_queries: Tensor | None) -> Any:
+            assert lookahead_queries is not None
+            self.queries.append(lookahead_queries.clone())
             return (yield)
 
     later, asked = Compares(), Asked()
@@ -311,7 +311,7 @@ def test_a_text_that_ends_at_the_first_pseudo_token_is_compacted() -> None:
         result = generate([policy, notes])
     finally:
         model.generation_config.eos_token_id = stop
-    assert set(notes.probed) == {0}
+    assert set(notes.looked_ahead) == {0}
     assert result.error is None
     assert result.rows_evicted > 0
 

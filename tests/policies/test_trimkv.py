@@ -16,7 +16,7 @@ from strategies import seeds
 from torch import Tensor
 from trimkv_gates import echo_gate, recorded_gate, states_for
 
-from kvpolicy import Engine, GivenRows, Plan, decide, load_model, load_policy
+from kvpolicy import CacheView, Engine, Plan, load_model, load_policy, select_rows
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.testing import keep_rows, replay
 
@@ -53,7 +53,7 @@ def test_gates_say_what_the_authors_gates_say(case: Case, folder: Path) -> None:
     policy = load_policy("trimkv", gates=str(path), retention_gate=_form(case))
     for b in range(args["B"]):
         of_b = keys[b].transpose(0, 1), values[b].transpose(0, 1)
-        (said,) = policy.mark(0, states[b], *of_b).values()
+        (said,) = policy.annotate(0, states[b], *of_b).values()
         torch.testing.assert_close(said.T, torch.from_numpy(arrays["log_beta"][b]))
     loops = reference.gate_mlp if "gate_proj.weight" in weights else reference.gate_two_linear
     expected = arrays["log_beta"][0, :, 0].tolist()
@@ -118,13 +118,13 @@ def test_one_decision_of_given_retention_is_that_of_the_authors_cache(case: Case
         for layer in range(args["L"]):
             before = torch.from_numpy(arrays[f"r{number}_positions_before"][layer]).long()
             log_beta = torch.from_numpy(arrays["log_beta"][layer]).gather(2, before)
-            rows = GivenRows(
+            rows = CacheView(
                 positions=before,
                 keys=torch.ones(*before.shape, 1),
                 tracks={"trimkv_log_beta": log_beta},
                 seq_len=torch.full((len(before),), seen),
             )
-            keep = decide(policy, rows, budget=args["memory_size"]).keep
+            keep = select_rows(policy, rows, budget=args["memory_size"]).keep
             expected = arrays[f"r{number}_positions_after"][layer]
             assert before.gather(2, keep).tolist() == expected.tolist()
 
@@ -297,30 +297,30 @@ def test_constant_retention_is_a_sliding_window(folder: Path, newest_age: int) -
 
 def test_the_age_of_the_newest_row_decides_as_in_the_paper_or_in_the_code() -> None:
     # Retention 0.5 of the newest row, and 0.9 of one that is five tokens older.
-    rows = GivenRows(
+    rows = CacheView(
         positions=torch.tensor([[[4, 9]]]),
         keys=torch.ones(1, 1, 2, 1),
         tracks={"trimkv_log_beta": torch.tensor([[[0.9, 0.5]]]).log()},
     )
     kept = [
-        decide(load_policy("trimkv", newest_age=age, n_recent=0), rows, budget=1).keep.item()
+        select_rows(load_policy("trimkv", newest_age=age, n_recent=0), rows, budget=1).keep.item()
         for age in (0, 1, 2)
     ]
     assert kept == [1, 0, 0]
 
 
 def test_equal_worth_goes_to_the_newer_row() -> None:
-    rows = GivenRows(
+    rows = CacheView(
         positions=torch.arange(6).view(1, 1, 6),
         keys=torch.ones(1, 1, 6, 1),
         tracks={"trimkv_log_beta": torch.zeros(1, 1, 6)},
     )
-    assert decide(load_policy("trimkv"), rows, budget=2).keep.tolist() == [[[4, 5]]]
+    assert select_rows(load_policy("trimkv"), rows, budget=2).keep.tolist() == [[[4, 5]]]
 
 
 def test_heads_share_a_budget_and_rows_below_the_threshold_leave() -> None:
     log_beta = torch.tensor([[[0.9, 0.9, 0.9, 0.9], [0.2, 0.3, 0.1, 0.5]]]).log()
-    rows = GivenRows(
+    rows = CacheView(
         positions=torch.arange(4).expand(1, 2, 4),
         keys=torch.ones(1, 2, 4, 1),
         tracks={"trimkv_log_beta": log_beta},
@@ -328,7 +328,7 @@ def test_heads_share_a_budget_and_rows_below_the_threshold_leave() -> None:
 
     def kept(**knobs: Any) -> list[list[bool]]:
         policy = load_policy("trimkv", **knobs)
-        found = decide(policy, rows, budget=2, heads="shared").keep
+        found = select_rows(policy, rows, budget=2, heads="shared").keep
         return [row.nonzero().flatten().tolist() for row in found[0]]
 
     assert kept() == [[1, 2, 3], [3]]

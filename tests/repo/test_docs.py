@@ -101,7 +101,7 @@ def test_example_policy_runs(block: Block, tmp_path: Path, monkeypatch: pytest.M
     assert block.title is not None
     file = tmp_path / block.title
     file.write_text(block.text)
-    (name,) = discovery.register_file(file)
+    (name,) = discovery.load_policy_file(file)
     schedules = "schedule" in vars(discovery.load_policy_class(name))
     plan = {
         "budget": 12,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpolicy import Plan, register_file
+from kvpolicy import Plan, load_policy_file
 from kvpolicy.plan.toml import policies_named
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def test_a_package_registers_its_classes_and_its_plans_resolve(
     for name, value in own.items():
         policy = EntryPoint(name, value, "kvpolicy.policies").load()
         assert value.endswith(f":{policy.__name__}")
-        register_file(Path(sys.modules[policy.__module__].__file__ or ""))
+        load_policy_file(Path(sys.modules[policy.__module__].__file__ or ""))
     for plan in package.rglob("*.toml"):
         data = tomllib.loads(plan.read_text(encoding="utf-8"))
         if "budget" in data:

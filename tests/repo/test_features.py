@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 import kvpolicy
 assert kvpolicy.__file__.startswith(copy), kvpolicy.__file__
-from kvpolicy import Engine, KVPolicyError, Plan, Probe, PrefixStore, Request, hookimpl
+from kvpolicy import Engine, KVPolicyError, Lookahead, Plan, PrefixStore, Request, hookimpl
 
 sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
              num_key_value_heads=2, vocab_size=50)
@@ -29,7 +29,7 @@ model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
 class Marks:
     tracks = ("a",)
     @hookimpl
-    def mark(self, keys):
+    def annotate(self, keys):
         return {"a": torch.zeros(keys.shape[:2])}
 
 
@@ -39,11 +39,11 @@ class Observes:
         return None
 
 
-class Probes:
-    probe_size = 1
+class Lookaheads:
+    lookahead_size = 1
     @hookimpl
-    def probe(self):
-        return Probe(num_tokens=1)
+    def lookahead(self):
+        return Lookahead(num_tokens=1)
 
 
 class Steers:
@@ -71,7 +71,7 @@ def windowed():
 WITH = {
     "annotate": lambda: answered(plan("streaming", Marks())),
     "observe": lambda: answered(plan("streaming", Observes())),
-    "lookahead": lambda: answered(plan("streaming", Probes())),
+    "lookahead": lambda: answered(plan("streaming", Lookaheads())),
     "steer": lambda: answered(plan("streaming", Steers())),
     "logprobs": lambda: answered(plan("streaming"), Request([1, 2], 3, logprobs=1)),
     "snapshots": lambda: answered(plan("streaming"), Request([1, 2], 3, snapshot=True)),

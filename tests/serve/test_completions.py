@@ -433,7 +433,7 @@ class Failing:
 def test_a_failing_policy_ends_its_requests_and_not_the_server(tmp_path: Path) -> None:
     file = tmp_path / "failing.py"
     file.write_text(FAILING)
-    discovery.register_file(file)
+    discovery.load_policy_file(file)
     with serving(plans_of(full=0, failing=12)) as running:
         client = running.client()
         with pytest.raises(openai.InternalServerError, match="no scores today") as caught:

@@ -44,7 +44,7 @@ def policy_file(tmp_path: Path) -> Path:
 def install(file: Path, fail: str) -> None:
     """Make a policy `failing` that does something in `score`."""
     file.write_text(POLICY.format(fail=fail))
-    discovery.register_file(file)
+    discovery.load_policy_file(file)
 
 
 def events(lines: io.StringIO, name: str) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from sweeps_on_ray import PATIENCE_S, Nodes, needs_ray, running_nodes, wait_unti
 from kvpolicy import Engine, Plan
 from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.hooks import discovery
-from kvpolicy.hooks.discovery import register_file
+from kvpolicy.hooks.discovery import load_policy_file
 from kvpolicy.model.loading import load_model
 
 pytestmark = [pytest.mark.slow, needs_ray]
@@ -169,7 +169,7 @@ def sampling_of(number: int) -> dict[str, Any]:
 def expected(served: Served) -> list[tuple[int, ...]]:
     """Tokens of each request from an engine alone."""
     discovery.forget_files()
-    register_file(served.folder / "slow.py")
+    load_policy_file(served.folder / "slow.py")
     model, tokenizer = load_model(str(served.model))
     engine = Engine(model, tokenizer, Plan.load(served.folder / "slow.toml"), slots=2)
     requests = [

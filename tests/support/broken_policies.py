@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy import Probe, hookimpl
+from kvpolicy import Lookahead, hookimpl
 from kvpolicy.cache.rows import LayerRows, Tracks
 from kvpolicy.hooks.defaults import top_rows
 from kvpolicy.state import LayerWeights, Memory
@@ -269,13 +269,13 @@ class Weights:
 
 
 @attrs.define(eq=False)
-class Marks:
+class Annotations:
     """Compares what enters the attention with the mean over the tokens of the call."""
 
     tracks: ClassVar[tuple[str, ...]] = ("unusual",)
 
     @hookimpl
-    def mark(self, states: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    def annotate(self, states: Tensor, keys: Tensor) -> dict[str, Tensor]:
         unusual = (states - states.mean(dim=0)).float().norm(dim=1, keepdim=True)
         return {"unusual": unusual.expand(keys.shape[:2])}
 
@@ -289,10 +289,10 @@ class InStep:
     """Promises pure tensor work, and branches on a value."""
 
     tracks: ClassVar[tuple[str, ...]] = ("size",)
-    marks_in_step: ClassVar[bool] = True
+    annotates_in_step: ClassVar[bool] = True
 
     @hookimpl
-    def mark(self, states: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    def annotate(self, states: Tensor, keys: Tensor) -> dict[str, Tensor]:
         size = states.float().norm(dim=1, keepdim=True)
         if size.max() > 0:
             size = size + 1
@@ -435,11 +435,11 @@ class LayersInMemory:
 class AsksForTooMuch:
     """Asks for as many tokens as the prompt has."""
 
-    probe_size: ClassVar[int] = 2
+    lookahead_size: ClassVar[int] = 2
 
     @hookimpl
-    def probe(self, token_ids: Tensor) -> Probe:
-        return Probe(token_ids=token_ids)
+    def lookahead(self, token_ids: Tensor) -> Lookahead:
+        return Lookahead(token_ids=token_ids)
 
     @hookimpl
     def score(self, keys: Tensor) -> Tensor:
@@ -542,7 +542,7 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "eviction": [Eviction],
         "tracks": [TracksInPlace, TracksLeftBehind],
         "weights": [Weights],
-        "marks": [Marks],
+        "annotations": [Annotations],
         "in_step": [InStep],
         "determinism": [Determinism],
         "memory": [StateOnPolicy, KeepsMemories],
@@ -551,7 +551,7 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "slots": [RunningBatch],
         "neighbours": [Neighbours],
         "layers": [LayersByCount, LayersInMemory],
-        "probe": [AsksForTooMuch],
+        "lookahead": [AsksForTooMuch],
         "snapshots": [PacksTooLittle, RemembersObjects],
         "prefixes": [RemembersPromptLength],
         "schedule": [Schedule],

@@ -228,14 +228,14 @@ class Steering:
 
 
 @attrs.define(eq=False)
-class Marking:
-    """A correct policy that scores by what its marks say."""
+class Annotating:
+    """A correct policy that scores by what its annotations say."""
 
     tracks = ("gate",)
-    marks_in_step: bool = False
+    annotates_in_step: bool = False
 
     @hookimpl
-    def mark(self, states: Tensor, keys: Tensor, positions: Tensor) -> dict[str, Tensor]:
+    def annotate(self, states: Tensor, keys: Tensor, positions: Tensor) -> dict[str, Tensor]:
         gate = states.double().square().mean(dim=1, keepdim=True) + positions[:, None] % 7
         return {"gate": gate.expand(keys.shape[:2])}
 
@@ -246,9 +246,9 @@ class Marking:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("in_step", [True, False])
-def test_policies_that_mark_pass(in_step: bool) -> None:
-    report = check_policy(lambda: Marking(in_step), max_examples=10)
-    assert report.checked["marks"] > 0
+def test_policies_that_annotate_pass(in_step: bool) -> None:
+    report = check_policy(lambda: Annotating(in_step), max_examples=10)
+    assert report.checked["annotations"] > 0
     assert ("in_step" in report.clauses) is in_step
     assert {"tracks", "chunks", "slots", "neighbours"} <= set(report.clauses)
 
@@ -265,7 +265,16 @@ def test_a_correct_policy_passes_and_the_report_counts_its_checks() -> None:
     report = check_policy(Observing, max_examples=30)
     assert (report.policy, report.cases) == ("observing", 30)
     assert {"tracks", "memory", "budget", "order"} <= set(report.clauses)
-    unused = {"eviction", "layers", "schedule", "marks", "in_step", "weights", "probe", "shared"}
+    unused = {
+        "eviction",
+        "layers",
+        "schedule",
+        "annotations",
+        "in_step",
+        "weights",
+        "lookahead",
+        "shared",
+    }
     assert set(report.skipped) == unused
     num_kept = len(CLAUSES) - len(unused)
     assert f"{num_kept} clauses, 30 cases" in str(report)

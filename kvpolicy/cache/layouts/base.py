@@ -735,7 +735,7 @@ class OpenRows(ABC):
         """Note what rows have received, ``[B, H_kv, T]``, for the accumulator of that name."""
 
     @abstractmethod
-    def mark(self, name: str, numbers: Tensor) -> None:
+    def annotate(self, name: str, numbers: Tensor) -> None:
         """Note numbers of the new rows, ``[N, H_kv]``, for a track of that name."""
 
     def remember(self, queries: Tensor) -> None:

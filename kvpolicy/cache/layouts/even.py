@@ -248,7 +248,7 @@ class OpenEven(OpenRows):
         track = self.layer.tracks[name]
         self._at_commit.append(partial(add_to, track, rows, received))
 
-    def mark(self, name: str, numbers: Tensor) -> None:
+    def annotate(self, name: str, numbers: Tensor) -> None:
         """Note numbers of the new rows."""
         where = (self.where.slots, self.where.rows)
         self._at_commit.append(partial(put_rows, self.layer.tracks[name], where, numbers))

@@ -382,7 +382,7 @@ class OpenRagged(OpenRows):
         track = self.layer.tracks[name]
         self._at_commit.append(partial(_add, track, self.tokens.served, where, received))
 
-    def mark(self, name: str, numbers: Tensor) -> None:
+    def annotate(self, name: str, numbers: Tensor) -> None:
         """Note numbers of the new rows."""
         where = (self._slots, self._new_places)
         self._at_commit.append(partial(_put_rows, self.layer.tracks[name], where, numbers))

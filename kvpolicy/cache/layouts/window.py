@@ -213,7 +213,7 @@ class OpenSliding(OpenRows):
         track = self.layer.tracks[name]
         self._at_commit.append(partial(add_to, track, rows, received))
 
-    def mark(self, name: str, numbers: Tensor) -> None:
+    def annotate(self, name: str, numbers: Tensor) -> None:
         """Note numbers of the new rows; those that have left the window already have no place."""
         where = self._where
         sequences = self.tokens.on(self.layer.shape.device).sequences

@@ -59,7 +59,7 @@ def _score_arguments(rows: HeldRows, stack: Stack, protected: Tensor | None) -> 
         "keys": rows.keys if "keys" in reads else None,
         "values": rows.values if "values" in reads else None,
         "queries": rows.queries if "queries" in reads else None,
-        "probe_queries": None,
+        "lookahead_queries": None,
         "attn_weights": rows.attn_weights if "attn_weights" in reads else None,
         **{name: rows.track(name) if name in reads else None for name in ACCUMULATORS},
         "seq_len": rows.seq_len,

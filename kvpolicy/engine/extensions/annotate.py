@@ -1,10 +1,11 @@
-"""Marks of new rows: `mark` is called in the forward, or for several tokens of a sequence later.
+"""Annotations of new rows: `annotate` is called in the forward, or for several tokens later.
 
-In prefill, all policies that mark are called within the forward, for the tokens of its sequences.
-In decode, those that declare ``marks_in_step`` are called within every step. For the others, what
-enters the attention of their layers is kept in a ring of each slot, which has room for as many
-tokens as the smallest buffer of these layers, but at most `MOST_KEPT`. They are called when it is
-full, and before a compaction in such a layer, with the keys and values that the slabs hold by then.
+In prefill, all policies that annotate are called within the forward, for the tokens of its
+sequences. In decode, those that declare ``annotates_in_step`` are called within every step. For the
+others, what enters the attention of their layers is kept in a ring of each slot, which has room for
+as many tokens as the smallest buffer of these layers, but at most `MOST_KEPT`. They are called when
+it is full, and before a compaction in such a layer, with the keys and values that the slabs hold by
+then.
 """
 
 from collections import abc
@@ -21,7 +22,7 @@ from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.step import Drawn, Output, Step
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
-from kvpolicy.model.marking import Marking
+from kvpolicy.model.annotating import Annotating
 from kvpolicy.model.tensor_parallel import SingleProcess
 from kvpolicy.plan.resolved import LayerPlan
 from kvpolicy.state import Bound
@@ -31,9 +32,9 @@ MOST_KEPT = 128
 
 
 class Annotate(Extension):
-    """Asks for marks and writes them.
+    """Asks for annotations and writes them.
 
-    Its ring keeps what enters the attention of layers that are marked after decode steps.
+    Its ring keeps what enters the attention of layers that are annotated after decode steps.
     """
 
     name = "annotate"
@@ -66,10 +67,12 @@ class Annotate(Extension):
         """
         self._stacks, self._timings, self._errors = stacks, timings, errors
         self._bound, self._processes = bound, processes
-        self._later = [index for index, stack in enumerate(stacks) if stack.marked_later]
+        self._later = [index for index, stack in enumerate(stacks) if stack.annotated_later]
         self._interval = min([MOST_KEPT, *(layers[index].buffer for index in self._later)])
         self._in_step = {
-            index: stack.marked_in_step for index, stack in enumerate(stacks) if stack.is_marked
+            index: stack.annotated_in_step
+            for index, stack in enumerate(stacks)
+            if stack.is_annotated
         }
         self._size, self._dtype, self._device = hidden_size, dtype, device
 
@@ -81,15 +84,15 @@ class Annotate(Extension):
             self.ring = StateRing(cache, self._interval, self._size, self._dtype, devices)
 
     def num_taken(self, seq: Sequence) -> int:
-        """Tokens whose rows are marked."""
-        return seq.num_marked
+        """Tokens whose rows are annotated."""
+        return seq.num_annotated
 
     def take(self, seq: Sequence) -> None:
-        """Mark what is not marked yet, so that no states wait."""
+        """Annotate what is not annotated yet, so that no states wait."""
         self.flush(seq)
 
     def put(self, seq: Sequence, states: Tensor | None) -> None:
-        """All rows of a sequence from elsewhere are marked."""
+        """All rows of a sequence from elsewhere are annotated."""
         self._note_all([seq])
 
     def repeats(self, sequences: abc.Sequence[Sequence]) -> int:
@@ -99,21 +102,21 @@ class Annotate(Extension):
         return self._interval - max(map(self._num_pending, sequences), default=0)
 
     def before(self, step: Step) -> None:
-        """Have the forward ask for marks; what waits from before another turn is marked first."""
+        """Have the forward ask for annotations; what waits from before is annotated first."""
         if step.is_decode:
             ask = partial(self._ask_in_decode, step)
-            step.marking = Marking(ask, self._in_step)
+            step.annotating = Annotating(ask, self._in_step)
             # A replay leaves out the calls that a listener is to receive.
             step.runs_python |= any(
-                stack.marked_in_step and stack.is_recorded for stack in self._stacks
+                stack.annotated_in_step and stack.is_recorded for stack in self._stacks
             )
             return
         for seq in step.sequences:
             self.flush(seq)
-        step.marking = Marking(partial(self._ask_in_prefill, step))
+        step.annotating = Annotating(partial(self._ask_in_prefill, step))
 
     def after(self, step: Step, output: Output, drawn: Drawn) -> None:
-        """Rows of prompts are marked; those of decode steps are when a ring is full."""
+        """Rows of prompts are annotated; those of decode steps are when a ring is full."""
         if not step.is_decode:
             self._note_all(step.sequences)
             return
@@ -122,38 +125,38 @@ class Annotate(Extension):
                 self.flush(seq)
 
     def before_eviction(self, sequences: abc.Sequence[Sequence], due: np.ndarray) -> None:
-        """Mark the rows of what is compacted in a layer that has a ring."""
+        """Annotate the rows of what is compacted in a layer that has a ring."""
         layers = [] if self.ring is None else list(self.ring.layers)
         for index in np.flatnonzero(due[layers].any(axis=0)).tolist():
             self.flush(sequences[index])
 
     def flush(self, seq: Sequence) -> None:
-        """Mark all rows of a sequence that are not marked yet."""
+        """Annotate all rows of a sequence that are not annotated yet."""
         ring, num_new = self.ring, self._num_pending(seq)
         if ring is not None and num_new:
             with self._errors.covering([seq]):
                 for layer_idx in ring.layers:
-                    self._mark_kept(seq, layer_idx, ring.take(seq.slot, num_new, layer_idx))
-            seq.num_marked += num_new
+                    self._annotate_kept(seq, layer_idx, ring.take(seq.slot, num_new, layer_idx))
+            seq.num_annotated += num_new
 
     def _note_all(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Note that all rows of some sequences are marked."""
+        """Note that all rows of some sequences are annotated."""
         for seq in sequences:
-            seq.num_marked = int(self.cache.seq_len[seq.slot])
+            seq.num_annotated = int(self.cache.seq_len[seq.slot])
 
     def _num_pending(self, seq: Sequence) -> int:
-        return int(self.cache.seq_len[seq.slot]) - seq.num_marked
+        return int(self.cache.seq_len[seq.slot]) - seq.num_annotated
 
-    def _mark_kept(self, seq: Sequence, layer_idx: int, states: Tensor) -> None:
-        """Mark the newest rows of a slot in a layer from the states in its ring, ``[N, M]``."""
+    def _annotate_kept(self, seq: Sequence, layer_idx: int, states: Tensor) -> None:
+        """Annotate the newest rows of a slot in a layer from the states in its ring, ``[N, M]``."""
         cache, slot = self.cache, seq.slot
         layer, num_rows = cache.layers[layer_idx], int(cache.rows[layer_idx, slot])
         # A slab that is shorter than the ring has dropped the first of these rows.
         num_held = min(len(states), num_rows)
         seq_len = int(cache.seq_len[slot])
         device = layer.shape.device
-        with self._timings.time("mark_s", device):
-            marks = self._asked(
+        with self._timings.time("annotate_s", device):
+            annotations = self._asked(
                 layer_idx,
                 False,
                 states[len(states) - num_held :],
@@ -161,13 +164,13 @@ class Annotate(Extension):
                 layer.newest(layer.values, slot, num_rows, num_held).transpose(0, 1),
                 torch.arange(seq_len - num_held, seq_len, device=device),
             )
-            for name, numbers in marks.items():
+            for name, numbers in annotations.items():
                 layer.put_newest(layer.tracks[name], slot, num_rows, numbers.T)
 
     def _ask_in_prefill(
         self, step: Step, layer_idx: int, *tokens: Tensor
     ) -> abc.Mapping[str, Tensor]:
-        with self._timings.time("mark_s", tokens[0].device):
+        with self._timings.time("annotate_s", tokens[0].device):
             return self._covered(step, layer_idx, None, tokens)
 
     def _ask_in_decode(
@@ -178,18 +181,20 @@ class Annotate(Extension):
             self.ring.note(step.slots, pending, tokens[0], layer_idx)
         if not self._in_step[layer_idx]:
             return {}
-        with self._timings.time("mark_s", None):  # it may be captured in a graph, as time is not
+        with self._timings.time(
+            "annotate_s", None
+        ):  # it may be captured in a graph, as time is not
             return self._covered(step, layer_idx, True, tokens)
 
     def _covered(
         self, step: Step, layer_idx: int, in_step: bool | None, tokens: abc.Sequence[Tensor]
     ) -> abc.Mapping[str, Tensor]:
         """Ask unless a policy has failed in this forward, which affects all its sequences."""
-        marks: abc.Mapping[str, Tensor] = {}
+        annotations: abc.Mapping[str, Tensor] = {}
         if step.error is None:
             with self._errors.covering(step.sequences, step.fail):
-                marks = self._asked(layer_idx, in_step, *tokens)
-        return marks
+                annotations = self._asked(layer_idx, in_step, *tokens)
+        return annotations
 
     def _asked(
         self,
@@ -200,9 +205,9 @@ class Annotate(Extension):
         values: Tensor,
         positions: Tensor,
     ) -> abc.Mapping[str, Tensor]:
-        """Marks of tokens in the heads of this process, ``[N, H_kv]`` by the name of a track."""
+        """Annotations of tokens in this process' heads, ``[N, H_kv]`` by the name of a track."""
         gather, own_part = self._processes.all_gather, self._processes.own_part
-        marks = self._stacks[layer_idx].mark(
+        annotations = self._stacks[layer_idx].annotate(
             layer_idx,
             in_step=in_step,
             states=states,
@@ -211,4 +216,4 @@ class Annotate(Extension):
             positions=positions,
             bound=self._bound[layer_idx],
         )
-        return {name: own_part(numbers) for name, numbers in marks.items()}
+        return {name: own_part(numbers) for name, numbers in annotations.items()}

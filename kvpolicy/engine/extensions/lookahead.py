@@ -1,6 +1,6 @@
 """Look-ahead: the queries of tokens that might follow, computed before a compaction.
 
-A probe is a forward beside the cache (`kvpolicy.cache.beside`) of tokens that a policy
+A lookahead is a forward beside the cache (`kvpolicy.cache.beside`) of tokens that a policy
 names, or that the model likes best. It changes nothing of the sequence.
 """
 
@@ -20,25 +20,25 @@ from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.model.adapter import ForwardInput, ModelAdapter
-from kvpolicy.state import Memory, Probe
+from kvpolicy.state import Lookahead, Memory
 
 
 @attrs.frozen(eq=False)
 class _Asked:
-    """A probe of one sequence, and the layers whose queries it is for."""
+    """A lookahead of one sequence, and the layers whose queries it is for."""
 
     sequence: Sequence
-    token_ids: tuple[int, ...]  # of a greedy probe the first
+    token_ids: tuple[int, ...]  # of a greedy lookahead the first
     num_tokens: int
     is_greedy: bool
     layers: list[int]
 
 
 class LookaheadQueries(Extension):
-    """Asks policies for probes, runs them, and supplies their queries.
+    """Asks policies for lookaheads, runs them, and supplies their queries.
 
     Attributes:
-        stacks: The stacks that implement `probe`, without repetitions.
+        stacks: The stacks that implement `lookahead`, without repetitions.
     """
 
     name = "lookahead"
@@ -54,7 +54,7 @@ class LookaheadQueries(Extension):
         chunk: int,
         max_tokens_per_forward: int,
     ) -> None:
-        """Find who probes.
+        """Find who looks ahead.
 
         Args:
             adapter: The model.
@@ -65,7 +65,7 @@ class LookaheadQueries(Extension):
             chunk: The most tokens of one sequence in one forward.
             max_tokens_per_forward: The most tokens of all sequences in one forward.
         """
-        self.stacks = [stack for stack in dict.fromkeys(stacks) if stack.implements("probe")]
+        self.stacks = [stack for stack in dict.fromkeys(stacks) if stack.implements("lookahead")]
         self._layers = {
             stack: np.array([other is stack for other in stacks]) for stack in self.stacks
         }
@@ -79,18 +79,20 @@ class LookaheadQueries(Extension):
         """Compute the queries that policies want."""
         self._queries = {}
         asked = [
-            probe for index, seq in enumerate(sequences) for probe in self._ask(seq, due[:, index])
+            lookahead
+            for index, seq in enumerate(sequences)
+            for lookahead in self._ask(seq, due[:, index])
         ]
         groups: dict[tuple[bool, int], list[_Asked]] = defaultdict(list)
-        for probe in asked:
-            if probe.sequence.finish_reason is None:
-                groups[probe.is_greedy, probe.num_tokens].append(probe)
+        for lookahead in asked:
+            if lookahead.sequence.finish_reason is None:
+                groups[lookahead.is_greedy, lookahead.num_tokens].append(lookahead)
         for (_, num_tokens), group in groups.items():
             width = min(num_tokens, self._chunk)
             most = max(self._max_tokens // width, 1)
             for first in range(0, len(group), most):
-                with self._timings.time("probe_s", self._adapter.device):
-                    self._probe(group[first : first + most])
+                with self._timings.time("lookahead_s", self._adapter.device):
+                    self._lookahead(group[first : first + most])
 
     def together(self, due: DueSlot) -> int:
         """Slots with equally many queries."""
@@ -101,7 +103,7 @@ class LookaheadQueries(Extension):
         """Their queries, ``[B, H_q, P, D]``."""
         found = [self._queries.get((one.layer_idx, one.slot)) for one in due]
         queries = [one for one in found if one is not None]
-        return {"probe_queries": torch.stack(queries) if queries else None}
+        return {"lookahead_queries": torch.stack(queries) if queries else None}
 
     def _ask(self, seq: Sequence, due: np.ndarray) -> abc.Iterator[_Asked]:
         """Ask the policies of each stack for which a sequence is due in some layer."""
@@ -110,9 +112,9 @@ class LookaheadQueries(Extension):
             layers = np.flatnonzero(due & self._layers[stack]).tolist()
             if not layers or seq.finish_reason is not None:
                 continue
-            answer: Probe | None = None
-            with self._errors.covering([seq]), self._timings.time("probe_s", None):
-                answer = stack.probe(
+            answer: Lookahead | None = None
+            with self._errors.covering([seq]), self._timings.time("lookahead_s", None):
+                answer = stack.lookahead(
                     vocab_size=self._adapter.vocab_size,
                     token_ids=torch.tensor(seq.token_ids(0, seq_len)),
                     seq_len=seq_len,
@@ -137,13 +139,13 @@ class LookaheadQueries(Extension):
             most = min(most, edge)
         return max(most - seq_len, 0)
 
-    def _probe(self, group: list[_Asked]) -> None:
-        """Run probes of equally many tokens, and collect their queries."""
+    def _lookahead(self, group: list[_Asked]) -> None:
+        """Run lookaheads of equally many tokens, and collect their queries."""
         first = group[0]
-        slots = [probe.sequence.slot for probe in group]
-        layers = sorted({layer for probe in group for layer in probe.layers})
+        slots = [lookahead.sequence.slot for lookahead in group]
+        layers = sorted({layer for lookahead in group for layer in lookahead.layers})
         beside = RowsBeside(first.num_tokens, layers)
-        tokens = torch.tensor([probe.token_ids for probe in group])
+        tokens = torch.tensor([lookahead.token_ids for lookahead in group])
         if first.is_greedy:
             num_queries = self._run_greedily(slots, beside, tokens)
         else:
@@ -156,9 +158,9 @@ class LookaheadQueries(Extension):
             layer_idx: self._adapter.processes.all_gather(beside.queries[layer_idx].clone())
             for layer_idx in layers
         }
-        for row, (probe, num) in enumerate(zip(group, num_queries, strict=True)):
-            for layer_idx in probe.layers if num else ():
-                self._queries[layer_idx, probe.sequence.slot] = whole[layer_idx][row, :, :num]
+        for row, (lookahead, num) in enumerate(zip(group, num_queries, strict=True)):
+            for layer_idx in lookahead.layers if num else ():
+                self._queries[layer_idx, lookahead.sequence.slot] = whole[layer_idx][row, :, :num]
 
     def _run_greedily(self, slots: list[int], beside: RowsBeside, tokens: Tensor) -> list[int]:
         """Feed tokens ``[B, 1]``, then the likeliest after them; the number before a stop token."""

@@ -70,11 +70,11 @@ class Footprint:
         slots: Sequences decoded together.
         shared_bytes_per_slot: Bytes of each sequence that belong to no slab: registers, hidden
             states that are kept until policies observe them, and those that enter the attention of
-            layers and are kept until policies mark their rows.
+            layers and are kept until policies annotate their rows.
         layers: The layers, in order.
-        probe_size: The most tokens of a probe.
-        probe_bytes_per_slot: Bytes that a probe of a sequence takes for a moment, at most: keys and
-            values of its tokens in all layers, and their queries.
+        lookahead_size: The most tokens of a lookahead.
+        lookahead_bytes_per_slot: Bytes that a lookahead of a sequence takes for a moment, at most:
+            keys and values of its tokens in all layers, and their queries.
     """
 
     plan: ResolvedPlan
@@ -84,8 +84,8 @@ class Footprint:
     slots: int
     shared_bytes_per_slot: int
     layers: tuple[LayerFootprint, ...]
-    probe_size: int = 0
-    probe_bytes_per_slot: int = 0
+    lookahead_size: int = 0
+    lookahead_bytes_per_slot: int = 0
 
     @property
     def bytes_per_slot(self) -> int:
@@ -132,7 +132,7 @@ class Footprint:
             "copied_bytes": self.copied_bytes,
             "full_bytes_per_slot": self.full_bytes_per_slot,
             "shared_bytes_per_slot": self.shared_bytes_per_slot,
-            "probe_bytes_per_slot": self.probe_bytes_per_slot,
+            "lookahead_bytes_per_slot": self.lookahead_bytes_per_slot,
             "layers": [
                 layer.plan.to_dict() | {size: getattr(layer, size) for size in sizes}
                 for layer in self.layers
@@ -198,8 +198,8 @@ def footprint(
         slots,
         slot_bytes(resolved, adapter),
         tuple(layers),
-        probe_size=max(stack.probe_size for stack in resolved.stacks()),
-        probe_bytes_per_slot=_probe_bytes(resolved.stacks(), adapter.layer_shapes()),
+        lookahead_size=max(stack.lookahead_size for stack in resolved.stacks()),
+        lookahead_bytes_per_slot=_lookahead_bytes(resolved.stacks(), adapter.layer_shapes()),
     )
 
 
@@ -219,7 +219,7 @@ def slots_within(
         KVPolicyError: Not one slot fits.
     """
     one = footprint(plan, model, slots=1, longest=longest, longest_prompt=longest_prompt)
-    needed = one.num_bytes + one.copied_bytes + one.probe_bytes_per_slot
+    needed = one.num_bytes + one.copied_bytes + one.lookahead_bytes_per_slot
     if num_bytes < needed:
         msg = (
             f"kv_memory is {num_bytes:,} bytes, and one sequence of up to {one.tokens:,} tokens "
@@ -230,8 +230,8 @@ def slots_within(
     return num_bytes // needed
 
 
-def _probe_bytes(stacks: Sequence[Stack], shapes: Sequence[LayerShape]) -> int:
-    """Bytes of the largest probe of a sequence, of all stacks that have one."""
+def _lookahead_bytes(stacks: Sequence[Stack], shapes: Sequence[LayerShape]) -> int:
+    """Bytes of the largest lookahead of a sequence, of all stacks that have one."""
     of_rows = sum(shape.row_bytes for shape in shapes)
     of_queries = {
         stack: sum(
@@ -241,7 +241,7 @@ def _probe_bytes(stacks: Sequence[Stack], shapes: Sequence[LayerShape]) -> int:
         )
         for stack in dict.fromkeys(stacks)
     }
-    return max(stack.probe_size * (of_rows + of_queries[stack]) for stack in stacks)
+    return max(stack.lookahead_size * (of_rows + of_queries[stack]) for stack in stacks)
 
 
 def _slot(shape: LayerShape, slab: Slab) -> LayerCache:

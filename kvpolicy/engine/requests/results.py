@@ -84,9 +84,10 @@ class RunReport:
         elapsed_s: Seconds since the start of the run, those of compiling included.
         prefill_s: Seconds in prefill, compactions included.
         decode_s: Seconds in decode steps, compactions included and compiling not.
-        mark_s: Seconds in `mark`; within decode steps, host time without device synchronization.
+        annotate_s: Seconds in `annotate`; within decode steps, host time without device
+            synchronization.
         observe_s: Seconds in `observe`.
-        probe_s: Seconds in `probe`, and in the forwards that it asks for.
+        lookahead_s: Seconds in `lookahead`, and in the forwards that it asks for.
         score_s: Seconds in `score`, including the computation of its arguments.
         select_s: Seconds in `select`.
         compaction_s: Seconds in `evict`: moving the rows that stay.
@@ -102,7 +103,7 @@ class RunReport:
             prompt were before its end was read; else ``None``.
         peak_kv_bytes: Peak bytes of the cache in this process: keys, values, positions, tracks,
             query windows, registers and unobserved hidden states of all slots, those of rows
-            that are not marked yet, and the temporary copy of a compaction.
+            that are not annotated yet, and the temporary copy of a compaction.
         num_processes: Processes that share the model and its cache.
         path: How decode steps were run: ``"eager: REASON"``, or ``"static"``, followed by
             ``", compiled"``, and on a GPU by ``", in graphs"`` or
@@ -122,9 +123,9 @@ class RunReport:
     elapsed_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    mark_s: float = 0.0
+    annotate_s: float = 0.0
     observe_s: float = 0.0
-    probe_s: float = 0.0
+    lookahead_s: float = 0.0
     score_s: float = 0.0
     select_s: float = 0.0
     compaction_s: float = 0.0
@@ -178,8 +179,8 @@ class RunReport:
     @property
     def policy_s(self) -> float:
         """Seconds of policy work: of all hooks, and of what they ask for."""
-        compacting = self.probe_s + self.score_s + self.select_s + self.compaction_s
-        return self.mark_s + self.observe_s + compacting + self.steer_s
+        compacting = self.lookahead_s + self.score_s + self.select_s + self.compaction_s
+        return self.annotate_s + self.observe_s + compacting + self.steer_s
 
     @property
     def policy_share(self) -> float:

@@ -42,7 +42,8 @@ class Sequence:
         prompt_before: Of those, the tokens before the answer that they ended with.
         memory: What policies remember of it.
         num_observed: Tokens that policies were shown by `observe`.
-        num_marked: Tokens whose rows were marked, in layers that are marked after decode steps.
+        num_annotated: Tokens whose rows were annotated, in layers that are annotated after decode
+            steps.
         num_reused: Tokens of the prompt whose rows were copied from a prefix store.
         compactions: Times at which at least one layer was compacted.
         rows_evicted: Rows evicted, summed over layers and counted per KV head.
@@ -82,7 +83,7 @@ class Sequence:
     prompt_before: int = 0
     memory: SequenceMemory = attrs.field(factory=SequenceMemory)
     num_observed: int = 0
-    num_marked: int = 0
+    num_annotated: int = 0
     num_reused: int = 0
     compactions: int = 0
     rows_evicted: int = 0

@@ -11,7 +11,7 @@ import torch
 
 import kvpolicy
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.hooks.discovery import register_file, registered_files
+from kvpolicy.hooks.discovery import load_policy_file, registered_files
 
 
 @attrs.frozen
@@ -60,5 +60,5 @@ class ProcessSetup:
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
             path = Path(folder) / name
             path.write_bytes(content)
-            register_file(path)
+            load_policy_file(path)
         torch.set_num_threads(self.threads)

@@ -7,7 +7,7 @@ import torch
 from attrs.validators import ge, instance_of
 from torch import Tensor
 
-from kvpolicy import KVPolicyError, Memory, Probe, hookimpl, observed_weights, top_rows
+from kvpolicy import KVPolicyError, Lookahead, Memory, hookimpl, observed_weights, top_rows
 
 # Attention weights that are computed together: bounds the memory of long patched prompts.
 _WEIGHTS_AT_ONCE = 1 << 24
@@ -35,7 +35,7 @@ class EpiCache:
 
     A prompt is prefilled in blocks of the plan's ``buffer`` (M_block) into a slab of
     ``budget + buffer`` rows (M + M_block). After each block the *patched prompt* P is run over the
-    rows and forgotten (`probe`); a row's score is the largest attention weight that any of its
+    rows and forgotten (`lookahead`); a row's score is the largest attention weight that any of its
     tokens gives it:
 
         s_i = max_{t in P, g in group} softmax_i(q_{t,g} · k_i / sqrt(d)),  i over the rows held
@@ -60,8 +60,8 @@ class EpiCache:
     Attributes:
         prompt: The patched prompt: a text, or token ids where the engine has no tokenizer.
         n_last: Newest tokens of the sequence that follow it in the patched prompt.
-        probe_size: The most tokens of the patched prompt; the end of a longer ``prompt`` is left
-            out.
+        lookahead_size: The most tokens of the patched prompt; the end of a longer ``prompt`` is
+            left out.
         n_sink: First tokens of the sequence that always stay; the authors have none.
         n_recent: Newest rows that always stay; the authors have none.
     """
@@ -77,7 +77,7 @@ class EpiCache:
         validator=_is_prompt,
     )
     n_last: int = attrs.field(default=0, validator=[instance_of(int), ge(0)])
-    probe_size: int = attrs.field(default=512, validator=[instance_of(int), ge(1)])
+    lookahead_size: int = attrs.field(default=512, validator=[instance_of(int), ge(1)])
     n_sink: int = attrs.field(default=0, validator=[instance_of(int), ge(0)])
     n_recent: int = attrs.field(default=0, validator=[instance_of(int), ge(0)])
 
@@ -85,8 +85,10 @@ class EpiCache:
         if not self.prompt and not self.n_last:
             msg = "'prompt' is empty and 'n_last' is 0: the patched prompt needs a token"
             raise ValueError(msg)
-        if self.n_last > self.probe_size:
-            msg = f"'n_last' must not exceed 'probe_size': {self.n_last} > {self.probe_size}"
+        if self.n_last > self.lookahead_size:
+            msg = (
+                f"'n_last' must not exceed 'lookahead_size': {self.n_last} > {self.lookahead_size}"
+            )
             raise ValueError(msg)
 
     @property
@@ -107,32 +109,32 @@ class EpiCache:
         return is_end & (prompt_len == torch.tensor(first))
 
     @hookimpl
-    def probe(self, token_ids: Tensor, tokenizer: Any) -> Probe:
+    def lookahead(self, token_ids: Tensor, tokenizer: Any) -> Lookahead:
         """Ask for the queries of the patched prompt."""
         newest = token_ids[-self.n_last :].tolist() if self.n_last else []
-        text = self._prompt_ids(tokenizer)[: self.probe_size - len(newest)]
+        text = self._prompt_ids(tokenizer)[: self.lookahead_size - len(newest)]
         if not text and not newest:
             msg = (
                 f"the tokenizer has no token for the text {self.prompt!r:.60}; give another prompt"
             )
             raise KVPolicyError(msg)
-        return Probe(token_ids=(*text, *newest))
+        return Lookahead(token_ids=(*text, *newest))
 
     @hookimpl
     def score(
-        self, keys: Tensor, positions: Tensor, probe_queries: Tensor | None, seq_len: Tensor
+        self, keys: Tensor, positions: Tensor, lookahead_queries: Tensor | None, seq_len: Tensor
     ) -> Tensor | None:
         """Score rows by the largest weight that a token of the patched prompt gives them.
 
-        Without queries of a probe, because the model has no positions left for one, there is no
+        Without queries of a lookahead, because the model has no positions left for one, there is no
         opinion: the newest rows stay.
         """
-        if probe_queries is None:
+        if lookahead_queries is None:
             return None
         num_heads, num_rows = keys.shape[1:3]
-        width = max(_WEIGHTS_AT_ONCE // (num_rows * probe_queries[:, :, 0, 0].numel()), 1)
+        width = max(_WEIGHTS_AT_ONCE // (num_rows * lookahead_queries[:, :, 0, 0].numel()), 1)
         scores = torch.zeros(positions.shape, dtype=torch.float32, device=positions.device)
-        for queries in probe_queries.split(width, dim=2):
+        for queries in lookahead_queries.split(width, dim=2):
             after = seq_len + queries.shape[2]  # all rows are before them
             weights = observed_weights(queries, keys, positions, after, present=positions >= 0)
             of_heads = weights.unflatten(1, (num_heads, -1)).amax(dim=(2, 3))  # [B, H_kv, T]

@@ -438,7 +438,7 @@ def _with_prompt(engine: Engine, prompt: str) -> Engine:
 
 def _spec_with(spec: Any, prompt: str, size: int) -> Any:
     """A policy of a plan with another patched prompt, all of which is used."""
-    knobs = {"prompt": prompt, "n_last": 0, "probe_size": size}
+    knobs = {"prompt": prompt, "n_last": 0, "lookahead_size": size}
     if spec.instance is not None:
         return attrs.evolve(spec, instance=attrs.evolve(spec.instance, **knobs))
     return attrs.evolve(spec, knobs=spec.knobs | knobs)

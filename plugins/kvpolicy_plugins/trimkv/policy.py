@@ -74,7 +74,7 @@ class TrimKV:
     """
 
     ragged: ClassVar[bool] = True
-    marks_in_step: ClassVar[bool] = True
+    annotates_in_step: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = (LOG_BETA,)
 
     gates: str = attrs.field(default="untrained", converter=_hashed, validator=instance_of(str))
@@ -127,7 +127,7 @@ class TrimKV:
         return num_rows >= budget + buffer
 
     @hookimpl
-    def mark(
+    def annotate(
         self, layer_idx: int, states: Tensor, keys: Tensor, values: Tensor
     ) -> dict[str, Tensor]:
         """Ask the layer's gate how much of new rows is retained from a token to the next."""

@@ -10,7 +10,7 @@ from families import family_model
 from tiny import shared_model
 from torch import Tensor
 
-from kvpolicy import Engine, Plan, Probe, hookimpl
+from kvpolicy import Engine, Lookahead, Plan, hookimpl
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 from kvpolicy.state import Memory
 
@@ -68,39 +68,39 @@ def test_rows_of_the_others_stay_where_layers_are_evicted_together() -> None:
             assert result_values(ours) == result_values(theirs)
 
 
-# Probes
+# Lookaheads
 
 
 class LooksAt:
     """Asks for the queries of a token that no prompt holds."""
 
-    probe_size: ClassVar[int] = 1
+    lookahead_size: ClassVar[int] = 1
 
     @hookimpl
-    def probe(self) -> Probe:
-        return Probe(token_ids=(MARK,))
+    def lookahead(self) -> Lookahead:
+        return Lookahead(token_ids=(MARK,))
 
     @hookimpl
-    def score(self, positions: Tensor, probe_queries: Tensor | None) -> Tensor:
+    def score(self, positions: Tensor, lookahead_queries: Tensor | None) -> Tensor:
         return positions.float()
 
 
-class FailsToProbe(LooksAt):
+class FailsToLookahead(LooksAt):
     """Fails for sequences of a length."""
 
     @hookimpl
-    def probe(self, prompt_len: int) -> Probe:
+    def lookahead(self, prompt_len: int) -> Lookahead:
         if prompt_len == 3:
             msg = "no text"
             raise LookupError(msg)
-        return Probe(token_ids=(MARK,))
+        return Lookahead(token_ids=(MARK,))
 
 
 @pytest.mark.parametrize("prompt_len", [2, 3])
-def test_nothing_is_probed_for_a_sequence_that_has_failed(prompt_len: int) -> None:
+def test_nothing_is_looked_ahead_for_a_sequence_that_has_failed(prompt_len: int) -> None:
     layers = [
         LayerGroup([number], [PolicySpec.of(policy)], budget=6, buffer=4)
-        for number, policy in enumerate([LooksAt(), FailsToProbe()])
+        for number, policy in enumerate([LooksAt(), FailsToLookahead()])
     ]
     model = shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)
     engine = Engine(model, plan=Plan(layers=layers), on_hook_error="answer")

@@ -23,9 +23,9 @@ from kvpolicy.plan.spec import PolicySpec
 
 NUM_LAYERS = 3
 NAMES = [policy.name for policy in installed_policies() if policy.name not in STEERING]
-# Those whose calls differ: sums of attention, recent queries, marks, uneven heads, two stages, and
-# what is asked layer by layer. That every policy says rightly whether layers are alike is checked
-# by `check_policy`.
+# Those whose calls differ: sums of attention, recent queries, annotations, uneven heads, two
+# stages, and what is asked layer by layer. That every policy says rightly whether layers are alike
+# is checked by `check_policy`.
 TELLING = ("h2o", "rkv", "trimkv", "adakv", "skipkv", "pyramidkv")
 DRAWN_FROM = {name: (name,) for name in TELLING} | {"any": tuple(NAMES)}
 ADD_ONS = ((), ("protect",), ("merge",), ("rerotate",))

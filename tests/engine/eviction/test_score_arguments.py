@@ -232,7 +232,7 @@ def page_policy(
     discovery.forget_files()
     (block,) = [block for block in blocks_of(PAGE) if block.title == title]
     (tmp_path / title).write_text(block.text)
-    (name,) = discovery.register_file(tmp_path / title)
+    (name,) = discovery.load_policy_file(tmp_path / title)
     return discovery.load_policy(name, **knobs)
 
 

@@ -13,7 +13,7 @@ from ragged_policies import FlatTop, LongKeysAlike, RatedFlatTop, flat_top_loop,
 from tiny import tiny_model
 from torch import Tensor
 
-from kvpolicy import Engine, GivenRows, Plan, Probe, Request, decide, hookimpl
+from kvpolicy import CacheView, Engine, Lookahead, Plan, Request, hookimpl, select_rows
 from kvpolicy.engine.compose import core_of
 from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
@@ -370,14 +370,14 @@ def test_a_snapshot_of_uneven_heads_goes_on_as_if_it_had_not_been_cut(cut_at, tm
         SequenceSnapshot.load(tmp_path / "two.safetensors")
 
 
-def test_decide_answers_a_mask() -> None:
+def test_select_rows_answers_a_mask() -> None:
     rng = torch.Generator().manual_seed(0)
     keys = torch.randn(2, 3, 12, 8, generator=rng)
     positions = torch.arange(12).expand(2, 3, 12).clone()
     positions[:, 1, :5] = -1
-    rows = GivenRows(keys=keys.masked_fill((positions < 0)[..., None], 0), positions=positions)
+    rows = CacheView(keys=keys.masked_fill((positions < 0)[..., None], 0), positions=positions)
     stack = [LongKeysAlike(), FlatTop(0.2)]
-    mask = decide(stack, rows, budget=6, heads="shared").keep
+    mask = select_rows(stack, rows, budget=6, heads="shared").keep
     lengths = rows.keys.norm(dim=-1)
     for b in (0, 1):
         present = [positions[b, h] >= 0 for h in range(3)]
@@ -385,17 +385,17 @@ def test_decide_answers_a_mask() -> None:
         for h, kept in enumerate(flat_top_loop(rated, 6, 0.2)):
             assert mask[b, h][present[h]].nonzero()[:, 0].tolist() == kept
     with pytest.raises(KVPolicyError, match=r"'rkv' .*ragged"):
-        decide("rkv", rows, budget=64, heads="shared")
+        select_rows("rkv", rows, budget=64, heads="shared")
 
 
 @attrs.define(eq=False)
-class Marks(FlatTop):
-    """Marks rows by the position of their token, and keeps those with a high mark."""
+class Annotations(FlatTop):
+    """Annotates rows by the position of their token, and keeps those with a high annotation."""
 
     tracks: ClassVar[tuple[str, ...]] = ("at",)
 
     @hookimpl
-    def mark(self, positions: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    def annotate(self, positions: Tensor, keys: Tensor) -> dict[str, Tensor]:
         return {"at": positions[:, None].float() + keys[:, :, 0].float() * 0}
 
     @hookimpl
@@ -406,13 +406,13 @@ class Marks(FlatTop):
 
 
 @attrs.define(eq=False)
-class MarksInStep(Marks):
-    marks_in_step: ClassVar[bool] = True
+class AnnotationsInStep(Annotations):
+    annotates_in_step: ClassVar[bool] = True
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("policy", [Marks, MarksInStep])
-def test_marks_go_to_their_rows(policy, eager) -> None:
+@pytest.mark.parametrize("policy", [Annotations, AnnotationsInStep])
+def test_annotations_go_to_their_rows(policy, eager) -> None:
     plan = Plan.uniform(policy(0.1), budget=6, buffer=3, heads="shared")
     engine = Engine(MODEL, plan=plan, slots=2, eager=eager)
     results = engine.generate(requests_of([(20, 25), (5, 30), (9, 12)])).results()
@@ -420,23 +420,23 @@ def test_marks_go_to_their_rows(policy, eager) -> None:
 
 
 @attrs.define(eq=False)
-class Probes(FlatTop):
+class Lookaheads(FlatTop):
     """Shares rows by the attention of tokens that might follow."""
 
-    probe_size: ClassVar[int] = 3
+    lookahead_size: ClassVar[int] = 3
 
     @hookimpl
-    def probe(self) -> Probe:
-        return Probe(num_greedy=3)
+    def lookahead(self) -> Lookahead:
+        return Lookahead(num_greedy=3)
 
     @hookimpl
-    def score(self, probe_queries: Tensor, keys: Tensor) -> Tensor:
-        grouped = probe_queries.unflatten(1, (keys.shape[1], -1)).mean(dim=(2, 3))
+    def score(self, lookahead_queries: Tensor, keys: Tensor) -> Tensor:
+        grouped = lookahead_queries.unflatten(1, (keys.shape[1], -1)).mean(dim=(2, 3))
         return (grouped[:, :, None] * keys).sum(dim=3).float()
 
 
-def test_probes_see_the_rows_of_uneven_heads() -> None:
-    plan = Plan.uniform(Probes(0.1), budget=6, buffer=3, heads="shared")
+def test_lookaheads_see_the_rows_of_uneven_heads() -> None:
+    plan = Plan.uniform(Lookaheads(0.1), budget=6, buffer=3, heads="shared")
     requests = requests_of([(20, 15), (20, 9), (4, 20)])
     together = Engine(MODEL, plan=plan, slots=3).generate(requests).results()
     engine = Engine(MODEL, plan=plan)

@@ -170,13 +170,13 @@ def test_cancelled_requests_are_not_kept() -> None:
 
 
 @attrs.define(eq=False)
-class MarksLater:
-    """Rows stay by what enters the layer's attention, marked for several tokens at a time."""
+class AnnotationsLater:
+    """Rows stay by what enters the layer's attention, annotated for several tokens at a time."""
 
     tracks: ClassVar[tuple[str, ...]] = ("size",)
 
     @hookimpl
-    def mark(self, states: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    def annotate(self, states: Tensor, keys: Tensor) -> dict[str, Tensor]:
         return {"size": states.norm(dim=1, keepdim=True).expand(-1, keys.shape[1])}
 
     @hookimpl
@@ -184,8 +184,8 @@ class MarksLater:
         return tracks["size"]
 
 
-def test_marks_that_wait_for_a_later_step_are_part_of_an_end() -> None:
-    plan = Plan.uniform(MarksLater(), budget=12, buffer=9)
+def test_annotations_that_wait_for_a_later_step_are_part_of_an_end() -> None:
+    plan = Plan.uniform(AnnotationsLater(), budget=12, buffer=9)
     engine, alone = (
         engine_with(PrefixStore(2**30, block_tokens=4), plan),
         Engine(llama(), plan=plan),

@@ -17,7 +17,7 @@ from kvpolicy.cli.prompts import Prompt
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks import discovery
-from kvpolicy.hooks.discovery import register_file
+from kvpolicy.hooks.discovery import load_policy_file
 from kvpolicy.lab.executors import ray_worker
 from kvpolicy.lab.executors.ray_worker import Worker, WorkerConfig
 from kvpolicy.lab.models import ModelCache
@@ -141,7 +141,7 @@ def test_a_policy_with_other_code_is_refused(
     discovery.forget_files()
     plugin = tmp_path / "sent.py"
     plugin.write_text(PLUGIN, encoding="utf-8")
-    register_file(plugin)
+    load_policy_file(plugin)
     sweep = sweep_of(model_folder, "sent")
     same, job = this_config(), Job(sweep.cells[0].id, (0,))
     plugin.write_text(PLUGIN.replace("float()", "double()"), encoding="utf-8")
@@ -180,7 +180,7 @@ def test_a_policy_from_a_file_is_sent_along(
 ) -> None:
     plugin = tmp_path / "sent.py"
     plugin.write_text(PLUGIN, encoding="utf-8")
-    register_file(plugin)
+    load_policy_file(plugin)
     sweep, config = sweep_of(model_folder, "sent"), this_config()
     # On another machine the file does not exist and the policy is unknown.
     plugin.unlink()

@@ -11,16 +11,16 @@ from tiny import shared_model, tiny_tokenizer
 from torch import Tensor
 
 from kvpolicy import (
+    CacheView,
     Engine,
-    GivenRows,
+    Lookahead,
     Plan,
     PrefixStore,
-    Probe,
     Request,
     Sampling,
     SequenceSnapshot,
-    decide,
     hookimpl,
+    select_rows,
 )
 
 TIGHT = Plan.uniform("h2o", budget=8, buffer=4)
@@ -80,26 +80,26 @@ class Selects:
 
 
 @attrs.frozen(eq=False)
-class Probes:
-    """Answers `probe`."""
+class Lookaheads:
+    """Answers `lookahead`."""
 
     answer: object
-    probe_size: int = 8
+    lookahead_size: int = 8
 
     @hookimpl
-    def probe(self) -> object:
+    def lookahead(self) -> object:
         return self.answer
 
 
-class ProbesUndeclared:
+class LookaheadsUndeclared:
     @hookimpl
-    def probe(self) -> Probe:
-        return Probe(num_greedy=1)
+    def lookahead(self) -> Lookahead:
+        return Lookahead(num_greedy=1)
 
 
-class MarksUndeclared:
+class AnnotationsUndeclared:
     @hookimpl
-    def mark(self, keys: Tensor) -> None:
+    def annotate(self, keys: Tensor) -> None:
         return None
 
 
@@ -108,7 +108,7 @@ def fails(_: Tensor) -> Tensor:
     raise ValueError(msg)
 
 
-ROWS = GivenRows(positions=torch.arange(20).expand(1, 2, 20))
+ROWS = CacheView(positions=torch.arange(20).expand(1, 2, 20))
 
 CASES: dict[str, Callable[[Path], object]] = {
     "a model that is a name": lambda _: Engine("reasoner", None, TIGHT),
@@ -149,13 +149,13 @@ CASES: dict[str, Callable[[Path], object]] = {
     "rows that do not exist": run_with(
         Selects(lambda scores, budget: scores.argsort(dim=2).sort(2).values[..., :budget] + 99)
     ),
-    "a wrong probe": run_with("streaming", Probes("ab")),
-    "a probe that is too long": run_with("streaming", Probes(Probe(num_greedy=9))),
-    "a probe without a size": run_with("streaming", ProbesUndeclared()),
-    "marks without a track": run_with("streaming", MarksUndeclared()),
-    "a decision without keys": lambda _: decide("snapkv", ROWS, budget=12),
-    "a decision without sums": lambda _: decide("h2o", ROWS, budget=12),
-    "a decision within a window": lambda _: decide("snapkv", ROWS, budget=7),
+    "a wrong lookahead": run_with("streaming", Lookaheads("ab")),
+    "a lookahead that is too long": run_with("streaming", Lookaheads(Lookahead(num_greedy=9))),
+    "a lookahead without a size": run_with("streaming", LookaheadsUndeclared()),
+    "annotations without a track": run_with("streaming", AnnotationsUndeclared()),
+    "a decision without keys": lambda _: select_rows("snapkv", ROWS, budget=12),
+    "a decision without sums": lambda _: select_rows("h2o", ROWS, budget=12),
+    "a decision within a window": lambda _: select_rows("snapkv", ROWS, budget=7),
     "a store of nothing": lambda _: PrefixStore(0),
     "a store with a misspelled knob": lambda _: PrefixStore(1000, eviction="lro"),
     "a store on an unknown device": lambda _: PrefixStore(1000, device="gpu7"),

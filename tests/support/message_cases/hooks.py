@@ -10,7 +10,7 @@ from tiny import shared_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, hookimpl
-from kvpolicy.hooks.discovery import register_file
+from kvpolicy.hooks.discovery import load_policy_file
 from kvpolicy.hooks.stack import Stack
 
 
@@ -111,7 +111,7 @@ def listed(policy: object) -> Callable[[Path], object]:
 def file(text: str) -> Callable[[Path], object]:
     def register(folder: Path) -> object:
         (folder / "mine.py").write_text(text)
-        return register_file(folder / "mine.py")
+        return load_policy_file(folder / "mine.py")
 
     return register
 
@@ -138,7 +138,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     "a file without a policy": file("x = 1"),
     "a file that imports what is not there": file("import no_such_module"),
     "a file that is no Python": file("def ("),
-    "a file that is not there": lambda folder: register_file(folder / "nothing.py"),
+    "a file that is not there": lambda folder: load_policy_file(folder / "nothing.py"),
     "what to do about errors": lambda _: Engine(
         shared_model(), plan=Plan.uniform("full"), on_hook_error="ignore"
     ),

@@ -54,7 +54,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     "a knob of a part": built("mix", of=[{"policy": "rkv", "mix_lambda": 2}]),
     "a weight that is no number": built("mix", of=[{"policy": "h2o", "weight": "text"}]),
     "delimiters of no characters": built("skipkv", delimiters=[""]),
-    "no last tokens": built("epicache", n_last=9, probe_size=8),
+    "no last tokens": built("epicache", n_last=9, lookahead_size=8),
     "gates that are not installed": built("trimkv", gates="reasonr"),
     "gates in a pickle": pickled,
     "caote without masses": resolved("rkv", "caote"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kvpolicy_usage import LastUsed, Question
 
-from kvpolicy import Engine, GivenRows, Plan, Request, SequenceSnapshot, decide, load_model
+from kvpolicy import CacheView, Engine, Plan, Request, SequenceSnapshot, load_model, select_rows
 
 PLANS = ["usage", Path(__file__).parents[1] / "answers.toml"]
 PROMPT = "12+7*3=" * 20
@@ -22,9 +22,9 @@ def test_another_engine_gets_the_same_decision_from_tensors_alone() -> None:
     positions = torch.arange(12).expand(1, 2, -1)
     weights = torch.zeros(1, 2, 1, 12)
     weights[0, 0, 0, 3], weights[0, 1, 0, 5] = 0.9, 0.9  # the newest query uses these rows
-    rows = GivenRows(positions=positions, attn_weights=weights, prompt_len=torch.tensor([8]))
-    decision = decide([LastUsed(), Question(size=2)], rows, budget=4)
-    assert decision.keep.tolist() == [[[3, 6, 7, 11], [5, 6, 7, 11]]]
+    rows = CacheView(positions=positions, attn_weights=weights, prompt_len=torch.tensor([8]))
+    selection = select_rows([LastUsed(), Question(size=2)], rows, budget=4)
+    assert selection.keep.tolist() == [[[3, 6, 7, 11], [5, 6, 7, 11]]]
 
 
 def test_a_prompt_stays_and_the_answer_is_compacted(engine_of) -> None:

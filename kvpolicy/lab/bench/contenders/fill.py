@@ -52,7 +52,7 @@ def fill_run(run: Run, held: int, *, seed: int = 0) -> None:
         num_prompt = held - len(seq.tokens) + 1
         vocab_size = run.engine.adapter.vocab_size
         seq.prompt = tuple(rng.integers(vocab_size, size=num_prompt).tolist())
-        seq.num_observed = seq.num_marked = held
+        seq.num_observed = seq.num_annotated = held
         cache.seq_len[seq.slot] = held
     for layer_idx, layer in enumerate(run.engine.plan.layers):
         most = int(cache.capacity[layer_idx])

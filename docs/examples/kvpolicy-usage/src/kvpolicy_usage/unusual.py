@@ -17,15 +17,15 @@ class Unusual:
 
     What enters attention is normalised, so that most of its numbers are small; a token that the
     layer singles out has a few large ones. Its fourth moment says so, which keys and values no
-    longer show. The hook `mark` computes it once for each token, in prefill and in the decode step
-    itself. An example without a paper.
+    longer show. The hook `annotate` computes it once for each token, in prefill and in the decode
+    step itself. An example without a paper.
     """
 
-    marks_in_step: ClassVar[bool] = True
+    annotates_in_step: ClassVar[bool] = True
     tracks: ClassVar[tuple[str, ...]] = (_TRACK,)
 
     @hookimpl
-    def mark(self, states: Tensor, values: Tensor) -> Mapping[str, Tensor]:
+    def annotate(self, states: Tensor, values: Tensor) -> Mapping[str, Tensor]:
         """The kurtosis of a token's state, the same for all KV heads."""
         squares = states.float().square()
         kurtosis = squares.square().mean(dim=1) / squares.mean(dim=1).square().clamp(min=1e-12)
@@ -33,5 +33,5 @@ class Unusual:
 
     @hookimpl
     def score(self, tracks: Tracks) -> Tensor:
-        """Score rows by their mark."""
+        """Score rows by their annotation."""
         return tracks[_TRACK]

@@ -1,4 +1,4 @@
-"""`decide` keeps what a compaction of the engine keeps, and fits a paged cache."""
+"""`select_rows` keeps what a compaction of the engine keeps, and fits a paged cache."""
 
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,14 @@ from tiny import shared_model
 from torch import Tensor
 
 from kvpolicy import (
+    CacheView,
     Engine,
-    GivenRows,
     Memory,
     Plan,
     SequenceMemory,
-    decide,
     hookimpl,
     load_policy,
+    select_rows,
     top_rows,
 )
 from kvpolicy.errors import BudgetError, HookResultError, KVPolicyError
@@ -38,7 +38,7 @@ POLICIES = ("h2o", "snapkv", "rkv", "streaming", "tova", "knorm", "mix", "random
 
 @attrs.define(eq=False)
 class Asks:
-    """A wrapper that asks `decide` at each compaction, and compares it with what is selected."""
+    """Asks `select_rows` at each compaction, and compares it with what is selected; a wrapper."""
 
     name: str
     budget: int = 12
@@ -62,7 +62,7 @@ class Asks:
         names = [name for name in stack.tracks if name != "attn_sums"]
         own = memory.of(self)
         stored = own[0].get(layer_idx, {})
-        rows = GivenRows(
+        rows = CacheView(
             keys=keys,
             values=values,
             positions=positions,
@@ -74,11 +74,11 @@ class Asks:
             num_new=num_new,
             layer_idx=layer_idx,
         )
-        decision = decide(stack, rows, budget=self.budget)
+        selection = select_rows(stack, rows, budget=self.budget)
         own[0][layer_idx] = {
-            name: (positions.clone(), decision.tracks[0][name].clone()) for name in names
+            name: (positions.clone(), selection.tracks[0][name].clone()) for name in names
         }
-        own[0]["keep"] = decision.keep
+        own[0]["keep"] = selection.keep
         return (yield)
 
     @hookimpl(wrapper=True)
@@ -114,7 +114,7 @@ def test_decisions_equal_the_compactions_of_the_engine(name: str, seed: int) -> 
 def test_decisions_are_pure(drawn: Drawn, name: str) -> None:
     """Nothing given is changed, and the same is decided again."""
     positions = torch.arange(drawn.num_rows).expand(drawn.keys.shape[:3])
-    given_rows = GivenRows(
+    given_rows = CacheView(
         keys=drawn.keys,
         values=drawn.values,
         positions=positions,
@@ -123,7 +123,7 @@ def test_decisions_are_pure(drawn: Drawn, name: str) -> None:
     )
     tensors = [drawn.keys, drawn.values, drawn.queries, given_rows.tracks["attn_sums"]]
     before = [tensor.clone() for tensor in tensors]
-    first, second = (decide(name, given_rows, budget=11) for _ in range(2))
+    first, second = (select_rows(name, given_rows, budget=11) for _ in range(2))
     assert torch.equal(first.keep, second.keep)
     assert all(map(torch.equal, tensors, before))
     assert list(given_rows.tracks) == ["attn_sums"]
@@ -148,7 +148,7 @@ def test_replay_of_decisions_equals_replay_of_the_engine(drawn: Drawn, data: st.
             zeros = torch.zeros(more.shape)
             tracks = {one: torch.cat([track, zeros], dim=2) for one, track in tracks.items()}
         index = positions[..., None].expand(-1, -1, -1, drawn.keys.shape[3])
-        rows = GivenRows(
+        rows = CacheView(
             keys=drawn.keys.gather(2, index),
             values=drawn.values.gather(2, index),
             positions=positions,
@@ -156,9 +156,11 @@ def test_replay_of_decisions_equals_replay_of_the_engine(drawn: Drawn, data: st.
             tracks=tracks,
             seq_len=torch.tensor([end] * 2),
         )
-        decision = decide(stack, rows, budget=9)
-        positions = positions.gather(2, decision.keep)
-        tracks = {one: track.gather(2, decision.keep) for one, track in decision.tracks[0].items()}
+        selection = select_rows(stack, rows, budget=9)
+        positions = positions.gather(2, selection.keep)
+        tracks = {
+            one: track.gather(2, selection.keep) for one, track in selection.tracks[0].items()
+        }
         assert torch.equal(positions, expected)
 
 
@@ -176,9 +178,11 @@ def test_heads_that_keep_the_same_rows_use_their_mean_score(drawn: Drawn, budget
     shape = drawn.keys.shape[:3]
     positions = torch.arange(drawn.num_rows).expand(shape)
     long_keys = Scores(lambda _: drawn.keys.norm(dim=-1))
-    decision = decide(long_keys, GivenRows(positions=positions), budget=budget, same_heads=True)
+    selection = select_rows(
+        long_keys, CacheView(positions=positions), budget=budget, same_heads=True
+    )
     mean = drawn.keys.norm(dim=-1).mean(dim=1, keepdim=True)
-    assert torch.equal(decision.keep, top_rows(mean, budget)[:, 0])
+    assert torch.equal(selection.keep, top_rows(mean, budget)[:, 0])
 
 
 @given(caches(min_rows=6), st.integers(3, 5))
@@ -187,16 +191,16 @@ def test_layers_that_keep_the_same_rows_are_like_more_heads(drawn: Drawn, budget
     shape = drawn.keys.shape[:3]
     positions = torch.arange(drawn.num_rows).expand(shape)
     layers = [
-        GivenRows(positions=positions, keys=keys, layer_idx=i)
+        CacheView(positions=positions, keys=keys, layer_idx=i)
         for i, keys in enumerate((drawn.keys, drawn.keys.flip(2)))
     ]
     stack = [load_policy("knorm", n_recent=1), load_policy("protect", n_sink=1, n_recent=1)]
-    both = GivenRows(
+    both = CacheView(
         positions=torch.cat([positions] * 2, dim=1),
         keys=torch.cat([one.keys for one in layers], dim=1),
     )
-    together = decide(stack, layers, budget=budget)
-    assert torch.equal(together.keep, decide(stack, both, budget=budget, same_heads=True).keep)
+    together = select_rows(stack, layers, budget=budget)
+    assert torch.equal(together.keep, select_rows(stack, both, budget=budget, same_heads=True).keep)
     assert len(together.tracks) == 2
     assert (together.keep[:, 0] == 0).all()
     assert (together.keep[:, -1] == drawn.num_rows - 1).all()
@@ -211,14 +215,14 @@ def test_a_row_protected_in_one_head_stays_in_all() -> None:
             mask[:, 1, 0] = True
             return mask
 
-    rows = GivenRows(positions=torch.arange(6).expand(1, 3, 6))
-    assert decide(OneHead(), rows, budget=2, same_heads=True).keep.tolist() == [[0, 5]]
+    rows = CacheView(positions=torch.arange(6).expand(1, 3, 6))
+    assert select_rows(OneHead(), rows, budget=2, same_heads=True).keep.tolist() == [[0, 5]]
 
 
 def test_all_rows_stay_within_the_budget() -> None:
-    rows = GivenRows(positions=torch.arange(4).expand(2, 3, 4))
-    assert decide("streaming", rows, budget=5).keep.tolist() == [[[0, 1, 2, 3]] * 3] * 2
-    shared = decide("streaming", [rows, rows], budget=5)
+    rows = CacheView(positions=torch.arange(4).expand(2, 3, 4))
+    assert select_rows("streaming", rows, budget=5).keep.tolist() == [[[0, 1, 2, 3]] * 3] * 2
+    shared = select_rows("streaming", [rows, rows], budget=5)
     assert shared.keep.tolist() == [[0, 1, 2, 3]] * 2
 
 
@@ -232,11 +236,11 @@ def test_memory_is_passed_on_by_the_caller() -> None:
             return positions * (-1.0) ** own["calls"]
 
     rows, memory, counts = (
-        GivenRows(positions=torch.arange(4)[None, None]),
+        CacheView(positions=torch.arange(4)[None, None]),
         SequenceMemory(),
         Counts(),
     )
-    kept = [decide(counts, rows, budget=1, memory=[memory]).keep.item() for _ in range(3)]
+    kept = [select_rows(counts, rows, budget=1, memory=[memory]).keep.item() for _ in range(3)]
     assert kept == [0, 3, 0]
 
 
@@ -264,19 +268,19 @@ def test_wrong_calls_raise_one_sentence(
     policy: Any, given_rows: dict, budget: int, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        decide(policy, GivenRows(**{"positions": POSITIONS} | given_rows), budget=budget)
+        select_rows(policy, CacheView(**{"positions": POSITIONS} | given_rows), budget=budget)
 
 
 def test_rows_at_different_positions_cannot_be_the_same() -> None:
     positions = torch.stack([torch.arange(20), torch.arange(1, 21)])[None]
     with pytest.raises(KVPolicyError, match="positions"):
-        decide("streaming", GivenRows(positions=positions), budget=9, same_heads=True)
+        select_rows("streaming", CacheView(positions=positions), budget=9, same_heads=True)
     with pytest.raises(KVPolicyError, match="positions"):
-        decide(
-            "streaming", [GivenRows(positions=one[None, None]) for one in positions[0]], budget=9
+        select_rows(
+            "streaming", [CacheView(positions=one[None, None]) for one in positions[0]], budget=9
         )
     with pytest.raises(KVPolicyError, match="layers"):
-        decide("streaming", [], budget=9)
+        select_rows("streaming", [], budget=9)
 
 
 # A paged cache

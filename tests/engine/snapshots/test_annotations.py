@@ -1,4 +1,4 @@
-"""Marks of a sequence that is resumed."""
+"""Annotations of a sequence that is resumed."""
 
 from typing import Any, ClassVar
 
@@ -10,16 +10,16 @@ from kvpolicy import Engine, Plan, Request, hookimpl
 
 
 @attrs.define(eq=False)
-class NotesMarks:
-    """Notes which positions it marks."""
+class NotesAnnotations:
+    """Notes which positions it annotates."""
 
     tracks: ClassVar[tuple[str, ...]] = ("age",)
 
-    marks_in_step: bool = False
+    annotates_in_step: bool = False
     seen: list[int] = attrs.field(factory=list, repr=False)
 
     @hookimpl
-    def mark(self, layer_idx: int, positions: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    def annotate(self, layer_idx: int, positions: Tensor, keys: Tensor) -> dict[str, Tensor]:
         if layer_idx == 0:
             self.seen.extend(positions.tolist())
         return {"age": positions[:, None].expand(keys.shape[:2]).float()}
@@ -29,8 +29,8 @@ class NotesMarks:
         return tracks["age"]
 
 
-def test_a_resumed_sequence_is_not_marked_again() -> None:
-    policy = NotesMarks()
+def test_a_resumed_sequence_is_not_annotated_again() -> None:
+    policy = NotesAnnotations()
     plan = Plan.uniform(policy, budget=30, buffer=20)
     engine = Engine(shared_model(), plan=plan)
     (before,) = engine.generate([Request([5, 9, 40], 6, stop_ids=(), snapshot=True)]).results()

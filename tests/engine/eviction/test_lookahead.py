@@ -1,4 +1,4 @@
-"""A probe leaves no trace, and its queries are those of the tokens had they followed."""
+"""A lookahead leaves no trace, and its queries are those of the tokens had they followed."""
 
 import re
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from strategies import plans, prompts
 from tiny import shared_model, tiny_tokenizer
 from torch import Tensor, nn
 
-from kvpolicy import Engine, Plan, PolicyCache, Probe, Request, hookimpl, observed_weights
+from kvpolicy import Engine, Lookahead, Plan, PolicyCache, Request, hookimpl, observed_weights
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import KVCache, Slab
 from kvpolicy.engine.extensions.lookahead import LookaheadQueries
@@ -41,27 +41,27 @@ def llama(**options: Any) -> Any:
 class LooksAhead:
     """At the end of the prompt, rows that the next tokens would attend to stay."""
 
-    probe_size: ClassVar[int] = 5
+    lookahead_size: ClassVar[int] = 5
     gives_mass: ClassVar[bool] = True
 
     num: int = 5
 
     @hookimpl
-    def probe(self, seq_len: int, prompt_len: int, memory: Memory) -> Probe | None:
+    def lookahead(self, seq_len: int, prompt_len: int, memory: Memory) -> Lookahead | None:
         (own,) = memory.of(self)
         if seq_len < prompt_len or "asked" in own:
             return None
         own["asked"] = True
-        return Probe(num_greedy=self.num)
+        return Lookahead(num_greedy=self.num)
 
     @hookimpl
     def score(
-        self, keys: Tensor, positions: Tensor, seq_len: Tensor, probe_queries: Tensor | None
+        self, keys: Tensor, positions: Tensor, seq_len: Tensor, lookahead_queries: Tensor | None
     ) -> Tensor | None:
-        if probe_queries is None:
+        if lookahead_queries is None:
             return None
-        num = probe_queries.shape[2]
-        weights = observed_weights(probe_queries, keys, positions, seq_len + num)
+        num = lookahead_queries.shape[2]
+        weights = observed_weights(lookahead_queries, keys, positions, seq_len + num)
         return weights.unflatten(1, (keys.shape[1], -1)).sum(dim=(2, 3))
 
 
@@ -69,44 +69,44 @@ class LooksAhead:
 class Patched:
     """After every chunk, rows stay that a fixed text attends to."""
 
-    probe_size: ClassVar[int] = 8
+    lookahead_size: ClassVar[int] = 8
     gives_mass: ClassVar[bool] = True
 
     token_ids: tuple[int, ...] = (7, 3, 9)
 
     @hookimpl
-    def probe(self) -> Probe:
-        return Probe(token_ids=self.token_ids)
+    def lookahead(self) -> Lookahead:
+        return Lookahead(token_ids=self.token_ids)
 
     @hookimpl
     def score(
-        self, keys: Tensor, positions: Tensor, seq_len: Tensor, probe_queries: Tensor
+        self, keys: Tensor, positions: Tensor, seq_len: Tensor, lookahead_queries: Tensor
     ) -> Tensor:
-        num = probe_queries.shape[2]
-        weights = observed_weights(probe_queries, keys, positions, seq_len + num)
+        num = lookahead_queries.shape[2]
+        weights = observed_weights(lookahead_queries, keys, positions, seq_len + num)
         return weights.unflatten(1, (keys.shape[1], -1)).amax(dim=(2, 3))
 
 
 @attrs.define(eq=False)
 class Asks:
-    """Asks for probes, notes what it gets, and scores nothing. State is of all sequences."""
+    """Asks for lookaheads, notes what it gets, and scores nothing. State is of all sequences."""
 
-    probe_size: ClassVar[int] = 40
+    lookahead_size: ClassVar[int] = 40
     gives_mass: ClassVar[bool] = True  # those of the policy below: it has no opinion
 
-    answers: tuple[Probe, ...] = ()
+    answers: tuple[Lookahead, ...] = ()
     seen: list[dict[str, Any]] = attrs.field(factory=list)
 
     @hookimpl
-    def probe(self, token_ids: Tensor, seq_len: int, prompt_len: int) -> Probe | None:
+    def lookahead(self, token_ids: Tensor, seq_len: int, prompt_len: int) -> Lookahead | None:
         assert len(token_ids) == seq_len
         self.seen.append({"tokens": token_ids.tolist(), "prompt_len": prompt_len})
         return self.answers[seq_len % len(self.answers)] if self.answers else None
 
     @hookimpl
-    def score(self, layer_idx: int, seq_len: Tensor, probe_queries: Tensor | None) -> None:
-        if probe_queries is not None:
-            for length, queries in zip(seq_len.tolist(), probe_queries, strict=True):
+    def score(self, layer_idx: int, seq_len: Tensor, lookahead_queries: Tensor | None) -> None:
+        if lookahead_queries is not None:
+            for length, queries in zip(seq_len.tolist(), lookahead_queries, strict=True):
                 self.seen.append({"layer": layer_idx, "seq_len": length, "queries": queries})
 
     @property
@@ -128,9 +128,9 @@ def specs(*policies: object) -> tuple[PolicySpec, ...]:
     return tuple(PolicySpec.of(policy) for policy in policies)
 
 
-probes = st.one_of(
-    st.integers(1, 9).map(lambda num: Probe(num_greedy=num)),
-    st.lists(st.integers(0, 60), min_size=1, max_size=12).map(lambda ids: Probe(token_ids=ids)),
+lookaheads = st.one_of(
+    st.integers(1, 9).map(lambda num: Lookahead(num_greedy=num)),
+    st.lists(st.integers(0, 60), min_size=1, max_size=12).map(lambda ids: Lookahead(token_ids=ids)),
 )
 
 
@@ -147,15 +147,15 @@ def contents(cache: KVCache) -> list[Tensor]:
     models,
     plans(num_layers=NUM_LAYERS),
     prompts(count=3, max_len=40),
-    st.lists(probes, min_size=1, max_size=3),
+    st.lists(lookaheads, min_size=1, max_size=3),
     st.sampled_from([5, 512]),
     st.booleans(),
 )
-def test_a_probe_leaves_no_trace(
+def test_a_lookahead_leaves_no_trace(
     model: nn.Module,
     plan: Plan,
     given_prompts: list[list[int]],
-    answers: list[Probe],
+    answers: list[Lookahead],
     chunk: int,
     eager: bool,
 ) -> None:
@@ -208,11 +208,11 @@ def queries_after(model: nn.Module, tokens: list[int], more: list[int]) -> list[
 @given(
     models,
     prompts(count=3, min_len=9, max_len=30),
-    probes,
+    lookaheads,
     st.sampled_from([4, 512]),
 )
 def test_queries_are_those_of_the_tokens_had_they_followed(
-    model: nn.Module, given_prompts: list[list[int]], answer: Probe, chunk: int
+    model: nn.Module, given_prompts: list[list[int]], answer: Lookahead, chunk: int
 ) -> None:
     """Nothing was evicted before the first compaction, so a full cache has them, too."""
     policy = Asks((answer,))
@@ -246,7 +246,7 @@ def test_queries_are_those_of_the_tokens_had_they_followed(
     st.sampled_from([LooksAhead, Patched]),
     st.sampled_from([3, 512]),
 )
-def test_a_sequence_with_probes_goes_on_as_alone(
+def test_a_sequence_with_lookaheads_goes_on_as_alone(
     model: nn.Module,
     plan: Plan,
     given_prompts: list[list[int]],
@@ -275,9 +275,9 @@ def test_a_sequence_with_probes_goes_on_as_alone(
 
 
 @pytest.mark.parametrize("num", [1, 3, 6])
-def test_within_a_prompt_its_own_next_tokens_are_the_probe(num: int) -> None:
+def test_within_a_prompt_its_own_next_tokens_are_the_lookahead(num: int) -> None:
     model = llama()
-    policy = Asks((Probe(num_greedy=num),))
+    policy = Asks((Lookahead(num_greedy=num),))
     plan = Plan.uniform("streaming", policy, budget=12, buffer=4)
     prompt = [5, 17, 42, 9, 33, 2, 58, 21, 7, 45, 11, 29] * 2
     Engine(model, plan=plan).generate([prompt], max_new_tokens=1, stop_ids=()).results()
@@ -303,8 +303,8 @@ def test_rows_that_the_next_tokens_attend_to_stay() -> None:
     assert num_equal(LooksAhead()) >= num_equal("streaming")
 
 
-def test_probes_are_asked_once_for_each_stack_and_sequence() -> None:
-    policy = Asks((Probe(num_greedy=2),))
+def test_lookaheads_are_asked_once_for_each_stack_and_sequence() -> None:
+    policy = Asks((Lookahead(num_greedy=2),))
     plan = Plan.uniform("streaming", policy, budget=12, buffer=4)
     engine = Engine(llama(), plan=plan)
     with recording(engine) as trace:
@@ -313,20 +313,20 @@ def test_probes_are_asked_once_for_each_stack_and_sequence() -> None:
     # Four chunks fill the slab, and then tokens do twice; the other prompt is short.
     assert [len(one["tokens"]) for one in asked] == [16, 20, 24, 28, 32, 36]
     assert {one["prompt_len"] for one in asked} == {30}
-    calls = [call for call in trace.calls if call.hook == "probe"]
+    calls = [call for call in trace.calls if call.hook == "lookahead"]
     assert len(calls) == len(asked)
     assert calls[0].answer == "2 greedy tokens"
     assert calls[0].answered_by == "asks"
 
 
-def test_greedy_probes_end_before_a_stop_token() -> None:
+def test_greedy_lookaheads_end_before_a_stop_token() -> None:
     model = llama()
     prompt = list(range(16))
     plan = Plan.uniform("streaming", budget=12, buffer=4)
     (plain,) = Engine(model, plan=plan).generate([prompt], max_new_tokens=8, stop_ids=()).results()
-    policy = Asks((Probe(num_greedy=8),))
+    policy = Asks((Lookahead(num_greedy=8),))
     engine = Engine(model, plan=Plan.uniform("streaming", policy, budget=12, buffer=4))
-    # Whatever is not the first token, which is known, ends the probe.
+    # Whatever is not the first token, which is known, ends the lookahead.
     engine.adapter.stop_ids = tuple(set(range(61)) - {plain.tokens[0]})
     engine.generate([prompt], max_new_tokens=3, stop_ids=()).results()
     num_equal = next(i for i, one in enumerate(plain.tokens) if one != plain.tokens[0])
@@ -337,9 +337,9 @@ def test_greedy_probes_end_before_a_stop_token() -> None:
     assert policy.queries == {}
 
 
-def test_probes_of_some_layers_and_stacks_are_their_own() -> None:
-    policy = Asks((Probe(token_ids=(1, 2, 3)),))
-    other = Asks((Probe(num_greedy=2),))
+def test_lookaheads_of_some_layers_and_stacks_are_their_own() -> None:
+    policy = Asks((Lookahead(token_ids=(1, 2, 3)),))
+    other = Asks((Lookahead(num_greedy=2),))
     plan = Plan(
         layers=(
             LayerGroup("0:1", specs("streaming", policy), 12, 4),
@@ -353,8 +353,8 @@ def test_probes_of_some_layers_and_stacks_are_their_own() -> None:
     assert {queries.shape[1] for queries in other.queries.values()} == {2}
 
 
-def test_probes_end_with_the_positions_of_the_model() -> None:
-    policy = Asks((Probe(token_ids=range(40)),))
+def test_lookaheads_end_with_the_positions_of_the_model() -> None:
+    policy = Asks((Lookahead(token_ids=range(40)),))
     engine = Engine(llama(), plan=Plan.uniform("streaming", policy, budget=12, buffer=4))
     most = engine.adapter.max_positions
     engine.generate([[3] * (most - 10)], max_new_tokens=20, stop_ids=()).results()
@@ -362,29 +362,29 @@ def test_probes_end_with_the_positions_of_the_model() -> None:
         assert queries.shape[1] == min(40, most - seq_len)
 
 
-def test_steering_and_observing_policies_see_nothing_of_a_probe() -> None:
+def test_steering_and_observing_policies_see_nothing_of_a_lookahead() -> None:
     def tokens(policy: object) -> Any:
         plan = Plan.uniform("streaming", RecordsAndSteers(), policy, budget=12, buffer=5)
         engine = Engine(llama(), tiny_tokenizer(), plan)
         results = engine.generate([range(20), [4, 5, 6]], max_new_tokens=40, stop_ids=()).results()
         return [one.tokens for one in results]
 
-    assert tokens(Asks((Probe(num_greedy=4),))) == tokens(Asks())
+    assert tokens(Asks((Lookahead(num_greedy=4),))) == tokens(Asks())
 
 
-def test_the_bytes_of_a_probe_are_reported() -> None:
+def test_the_bytes_of_a_lookahead_are_reported() -> None:
     def transient(policy: object) -> int:
         plan = Plan.uniform("streaming", policy, budget=12, buffer=4)
         run = Engine(llama(), plan=plan).generate([range(30)], max_new_tokens=9, stop_ids=())
         run.results()
-        assert run.report.probe_s > 0
-        assert run.report.policy_s > run.report.probe_s
+        assert run.report.lookahead_s > 0
+        assert run.report.policy_s > run.report.lookahead_s
         return run.cache.transient_bytes
 
     cache = Engine(llama(), plan=Plan.uniform("full")).generate([[1]]).cache
     of_rows = int(cache.row_bytes.sum())
     of_queries = 8 * 4 * 8 * NUM_LAYERS  # fp64, 4 heads of size 8
-    assert transient(Asks((Probe(token_ids=range(40)),))) == 40 * (of_rows + of_queries)
+    assert transient(Asks((Lookahead(token_ids=range(40)),))) == 40 * (of_rows + of_queries)
 
 
 # What is refused
@@ -394,54 +394,54 @@ def test_the_bytes_of_a_probe_are_reported() -> None:
     ("answer", "message"),
     [
         (lambda: "ab", "str"),
-        (lambda: Probe(), "token_ids"),
-        (lambda: Probe(token_ids=[1], num_greedy=2), "num_greedy"),
-        (lambda: Probe(num_greedy=9), "probe_size"),
-        (lambda: Probe(token_ids=()), "0 tokens"),
-        (lambda: Probe(token_ids=[3, 61]), "61"),
-        (lambda: Probe(token_ids=[0.5]), r"0\.5"),
-        (lambda: Probe(num_greedy=True), "num_greedy"),
+        (lambda: Lookahead(), "token_ids"),
+        (lambda: Lookahead(token_ids=[1], num_greedy=2), "num_greedy"),
+        (lambda: Lookahead(num_greedy=9), "lookahead_size"),
+        (lambda: Lookahead(token_ids=()), "0 tokens"),
+        (lambda: Lookahead(token_ids=[3, 61]), "61"),
+        (lambda: Lookahead(token_ids=[0.5]), r"0\.5"),
+        (lambda: Lookahead(num_greedy=True), "num_greedy"),
     ],
 )
-def test_wrong_probes_are_refused(answer: Callable[[], Any], message: str) -> None:
+def test_wrong_lookaheads_are_refused(answer: Callable[[], Any], message: str) -> None:
     @attrs.define(eq=False)
     class Wrong(Patched):
         @hookimpl
-        def probe(self) -> Any:
+        def lookahead(self) -> Any:
             return answer()
 
     engine = Engine(llama(), plan=Plan.uniform(Wrong(), budget=12, buffer=4))
-    with pytest.raises(HookResultError, match=rf"^policy 'wrong' .*{message}.* in probe\(\)"):
+    with pytest.raises(HookResultError, match=rf"^policy 'wrong' .*{message}.* in lookahead\(\)"):
         engine.generate([range(30)]).results()
 
 
-def test_a_failing_probe_ends_its_sequence_only() -> None:
+def test_a_failing_lookahead_ends_its_sequence_only() -> None:
     @attrs.define(eq=False)
     class FailsForSome(Patched):
         @hookimpl
-        def probe(self, token_ids: Tensor) -> Probe:
+        def lookahead(self, token_ids: Tensor) -> Lookahead:
             if token_ids[0] == 5:
                 raise ValueError("five")
-            return Probe(num_greedy=2)
+            return Lookahead(num_greedy=2)
 
     plan = Plan.uniform(FailsForSome(), budget=12, buffer=4)
     given_prompts = [[5] * 30, [6] * 30, [7] * 30]
     engine = Engine(llama(), plan=plan, on_hook_error="answer")
     results = engine.generate(given_prompts, max_new_tokens=9, stop_ids=()).results()
     assert [one.finish_reason for one in results] == ["error", "length", "length"]
-    assert re.search(r"raised ValueError in probe\(\): five", results[0].error or "")
+    assert re.search(r"raised ValueError in lookahead\(\): five", results[0].error or "")
     alone = engine.generate(given_prompts[1:], max_new_tokens=9, stop_ids=()).results()
     assert [one.tokens for one in alone] == [one.tokens for one in results[1:]]
     with pytest.raises(HookError, match="five"):
         Engine(llama(), plan=plan).generate(given_prompts).results()
 
 
-def test_a_policy_that_probes_says_how_much() -> None:
+def test_a_policy_that_looks_ahead_says_how_much() -> None:
     @attrs.define(eq=False)
     class SaysNothing:
         @hookimpl
-        def probe(self) -> Probe:
-            return Probe(num_greedy=1)
+        def lookahead(self) -> Lookahead:
+            return Lookahead(num_greedy=1)
 
-    with pytest.raises(PolicyLoadError, match="probe_size"):
+    with pytest.raises(PolicyLoadError, match="lookahead_size"):
         Engine(llama(), plan=Plan.uniform(SaysNothing(), budget=12, buffer=4))

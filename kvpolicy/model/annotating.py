@@ -1,6 +1,6 @@
-"""Marking: policies give the new rows of a layer numbers, asked from Python within a forward.
+"""Annotating: policies give the new rows of a layer numbers, asked from Python within a forward.
 
-In a graph, asking is one call of the operator ``kvpolicy::mark``, which says which tracks it
+In a graph, asking is one call of the operator ``kvpolicy::annotate``, which says which tracks it
 changes: policies run as they are, and the graph has no break. Whom it asks belongs to the forward
 under way in its thread.
 """
@@ -18,48 +18,48 @@ from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
 
-# Asks for marks: layer index, states [N, M], keys and values [N, H_kv, D], positions [N] ->
+# Asks for annotations: layer index, states [N, M], keys and values [N, H_kv, D], positions [N] ->
 # numbers [N, H_kv] by the name of a track.
-AskMarks = Callable[[int, Tensor, Tensor, Tensor, Tensor], Mapping[str, Tensor]]
+AskAnnotations = Callable[[int, Tensor, Tensor, Tensor, Tensor], Mapping[str, Tensor]]
 
 
 @attrs.frozen(eq=False)
-class Marking:
-    """Who marks the new rows of one forward.
+class Annotating:
+    """Who annotates the new rows of one forward.
 
     Attributes:
         ask: Asks the policies of a layer.
-        tracks: For each layer that is asked in a static step, the tracks that may be marked.
+        tracks: For each layer that is asked in a static step, the tracks that may be annotated.
     """
 
-    ask: AskMarks
+    ask: AskAnnotations
     tracks: Mapping[int, tuple[str, ...]] = attrs.field(factory=dict)
 
 
-class HasMarking(Protocol):
-    """The forward under way, as far as marks need it.
+class HasAnnotating(Protocol):
+    """The forward under way, as far as annotations need it.
 
     Attributes:
-        marking: Who marks; ``None``: nobody.
+        annotating: Who annotates; ``None``: nobody.
         attention_input: What enters the attention of the layer under way, ``[B, L, M]``.
     """
 
     step: StepLayout | StaticStep
-    marking: Marking | None
+    annotating: Annotating | None
     attention_input: Tensor | None
 
 
-_UNDER_WAY: ContextVar[Marking | None] = ContextVar("marking", default=None)
+_UNDER_WAY: ContextVar[Annotating | None] = ContextVar("annotating", default=None)
 
 _LIBRARY = torch.library.Library("kvpolicy", "FRAGMENT")
 _LIBRARY.define(
-    "mark(Tensor states, Tensor key, Tensor value, Tensor(a!)[] tracks, Tensor rows, "
+    "annotate(Tensor states, Tensor key, Tensor value, Tensor(a!)[] tracks, Tensor rows, "
     "Tensor seq_len, Tensor live, int layer_idx) -> ()"
 )
 
 
 @contextmanager
-def marking(under_way: Marking | None) -> Iterator[None]:
+def annotating(under_way: Annotating | None) -> Iterator[None]:
     """Answer the operator in a ``with`` block."""
     token = _UNDER_WAY.set(under_way)
     try:
@@ -68,8 +68,10 @@ def marking(under_way: Marking | None) -> Iterator[None]:
         _UNDER_WAY.reset(token)
 
 
-def mark_stored_rows(given: HasMarking, layer_idx: int, keys: Tensor, values: Tensor) -> None:
-    """Mark the rows that a layer has just stored in a forward that is not static.
+def annotate_stored_rows(
+    given: HasAnnotating, layer_idx: int, keys: Tensor, values: Tensor
+) -> None:
+    """Annotate the rows that a layer has just stored in a forward that is not static.
 
     Args:
         given: The forward.
@@ -78,16 +80,16 @@ def mark_stored_rows(given: HasMarking, layer_idx: int, keys: Tensor, values: Te
         values: Their values.
     """
     states = _taken_input(given)
-    if states is None or given.marking is None:
+    if states is None or given.annotating is None:
         return
     step = given.step
     assert isinstance(step, StepLayout)
     arguments = step.new_rows(layer_idx, states, keys, values)
-    step.mark(layer_idx, given.marking.ask(layer_idx, *arguments))
+    step.annotate(layer_idx, given.annotating.ask(layer_idx, *arguments))
 
 
-def mark_static_rows(given: HasMarking, layer_idx: int, key: Tensor, value: Tensor) -> None:
-    """Mark the rows that a layer has just stored in a static step, and keep states for later.
+def annotate_static_rows(given: HasAnnotating, layer_idx: int, key: Tensor, value: Tensor) -> None:
+    """Annotate the rows that a layer has just stored in a static step, and keep states for later.
 
     Args:
         given: The forward.
@@ -96,24 +98,24 @@ def mark_static_rows(given: HasMarking, layer_idx: int, key: Tensor, value: Tens
         value: Their values.
     """
     states = _taken_input(given)
-    if states is None or given.marking is None:
+    if states is None or given.annotating is None:
         return
     step = given.step
     assert isinstance(step, StaticStep)
     states = states[:, -1]
     step.keep_states(layer_idx, states)
-    names = given.marking.tracks.get(layer_idx)
+    names = given.annotating.tracks.get(layer_idx)
     if names:
         dtype = step.cache.layers[layer_idx].shape.dtype
         key, value = key[:, :, 0].to(dtype), value[:, :, 0].to(dtype)
         written = step.new_numbers(layer_idx, names)
         if step.in_graph:
-            torch.ops.kvpolicy.mark.default(states, key, value, *written, layer_idx)
+            torch.ops.kvpolicy.annotate.default(states, key, value, *written, layer_idx)
         else:
-            _mark(given.marking, states, key, value, *written, layer_idx)
+            _annotate(given.annotating, states, key, value, *written, layer_idx)
 
 
-def _taken_input(given: HasMarking) -> Tensor | None:
+def _taken_input(given: HasAnnotating) -> Tensor | None:
     """What entered the attention of this layer, which is needed no more."""
     states, given.attention_input = given.attention_input, None
     return states
@@ -127,8 +129,9 @@ def check_input(states: object, hidden_size: int, layer_idx: int) -> Tensor:
     """
     if not isinstance(states, Tensor) or states.dim() != 3 or states.shape[2] != hidden_size:
         msg = (
-            f"the model cannot be run with policies that implement mark(): the attention of layer "
-            f"{layer_idx} is not given hidden states [B, L, {hidden_size}] as its first argument"
+            f"the model cannot be run with policies that implement annotate(): the attention of "
+            f"layer {layer_idx} is not given hidden states [B, L, {hidden_size}] as its "
+            "first argument"
         )
         raise ModelError(msg)
     return states
@@ -145,12 +148,12 @@ def _ask(
     layer_idx: int,
 ) -> None:
     under_way = _UNDER_WAY.get()
-    assert under_way is not None, "a forward whose rows are marked says by whom"
-    _mark(under_way, states, key, value, tracks, rows, seq_len, live, layer_idx)
+    assert under_way is not None, "a forward whose rows are annotated says by whom"
+    _annotate(under_way, states, key, value, tracks, rows, seq_len, live, layer_idx)
 
 
-def _mark(
-    under_way: Marking,
+def _annotate(
+    under_way: Annotating,
     states: Tensor,
     key: Tensor,
     value: Tensor,
@@ -160,11 +163,11 @@ def _mark(
     live: Tensor,
     layer_idx: int,
 ) -> None:
-    """Ask for the marks of one new row in every slot, and write them."""
-    marks = under_way.ask(layer_idx, states, key, value, seq_len)
+    """Ask for the annotations of one new row in every slot, and write them."""
+    annotations = under_way.ask(layer_idx, states, key, value, seq_len)
     for name, track in zip(under_way.tracks[layer_idx], tracks, strict=True):
-        if name in marks:
-            _write(track, marks[name], rows, live)
+        if name in annotations:
+            _write(track, annotations[name], rows, live)
 
 
 def _write(track: Tensor, numbers: Tensor, rows: Tensor, live: Tensor) -> None:
@@ -184,5 +187,5 @@ def _write(track: Tensor, numbers: Tensor, rows: Tensor, live: Tensor) -> None:
     track.scatter_(-1, rows, torch.where(taken, numbers.to(track.dtype), before))
 
 
-_LIBRARY.impl("mark", _ask, "CompositeExplicitAutograd")
-torch.library.register_fake("kvpolicy::mark", lambda *_: None, lib=_LIBRARY)
+_LIBRARY.impl("annotate", _ask, "CompositeExplicitAutograd")
+torch.library.register_fake("kvpolicy::annotate", lambda *_: None, lib=_LIBRARY)

@@ -1,4 +1,4 @@
-"""`decide`: which rows stay, from tensors alone.
+"""`select_rows`: which rows stay, from tensors alone.
 
 The interface for engines other than ours. Whoever holds keys and values, in pages or otherwise,
 gets the rows that a plan's policies keep, and removes the others itself. Nothing is kept between
@@ -24,7 +24,7 @@ from kvpolicy.state import Bound, Memory, SequenceMemory
 
 
 @attrs.frozen(eq=False, kw_only=True)
-class GivenRows:
+class CacheView:
     """The rows that some sequences hold in one layer.
 
     All sequences of a call hold the same number of rows, and every row is a token; sequences with
@@ -38,8 +38,8 @@ class GivenRows:
         keys: Keys after RoPE, ``[B, H_kv, T, D]``.
         values: Values, ``[B, H_kv, T, D]``.
         queries: The last ``W`` queries after RoPE, ``[B, H_q, W, D]``, oldest first.
-        probe_queries: Queries of tokens that might follow, ``[B, H_q, P, D]``, as of a forward that
-            the caller has run, since `probe` is not called; if left out, there are none.
+        lookahead_queries: Queries of tokens that might follow, ``[B, H_q, P, D]``, as of a forward
+            that the caller has run, since `lookahead` is not called; if left out, there are none.
         attn_weights: Softmax weights of these queries over the rows, ``[B, H_q, W, T]``, fp32; if
             left out, computed from ``queries`` and ``keys`` with a plain softmax.
         tracks: Numbers of each row by the names in `Stack.tracks`, ``[B, H_kv, T]``: the policies'
@@ -57,7 +57,7 @@ class GivenRows:
     keys: Tensor | None = None
     values: Tensor | None = None
     queries: Tensor | None = None
-    probe_queries: Tensor | None = None
+    lookahead_queries: Tensor | None = None
     attn_weights: Tensor | None = None
     tracks: Mapping[str, Tensor] = attrs.field(factory=dict)
     seq_len: Tensor | None = None
@@ -69,7 +69,7 @@ class GivenRows:
 
 
 @attrs.frozen(eq=False)
-class Decision:
+class Selection:
     """Which rows stay.
 
     Attributes:
@@ -83,15 +83,15 @@ class Decision:
     tracks: Sequence[Mapping[str, Tensor]]
 
 
-def decide(
+def select_rows(
     stack: Stack | str | object | Sequence[str | object],
-    rows: GivenRows | Sequence[GivenRows],
+    rows: CacheView | Sequence[CacheView],
     *,
     budget: int,
     memory: Sequence[SequenceMemory] | None = None,
     same_heads: bool = False,
     heads: Heads = "own",
-) -> Decision:
+) -> Selection:
     """Decide which rows stay, as a compaction of the engine does.
 
     Calls `protect`, `score` and `select`; the caller removes rows, so `evict` is not called.
@@ -127,20 +127,20 @@ def decide(
         raise BudgetError(msg)
     if stack.mass_problem is not None:
         raise KVPolicyError(stack.mass_problem)
-    together = not isinstance(rows, GivenRows)
+    together = not isinstance(rows, CacheView)
     shares = heads == "shared"
     if shares and (together or same_heads or stack.even_only):
         reason = "heads that keep the same rows share none"
         if stack.even_only:
             reason = f"policy '{stack.even_only[0]}' does not declare ragged = True"
-        msg = f'decide() was given heads="shared", but {reason}; leave it out'
+        msg = f'select_rows() was given heads="shared", but {reason}; leave it out'
         raise KVPolicyError(msg)
     listed = [
         _Rows(one, stack, shares=shares)
-        for one in (rows if not isinstance(rows, GivenRows) else [rows])
+        for one in (rows if not isinstance(rows, CacheView) else [rows])
     ]
     if not listed:
-        msg = "decide() was given no layers; give the rows of at least one"
+        msg = "select_rows() was given no layers; give the rows of at least one"
         raise KVPolicyError(msg)
     first = listed[0]
     if together or same_heads:
@@ -151,18 +151,18 @@ def decide(
     shared["memory"] = Memory(memory)
     positions = first.positions
     if num_rows <= budget and shares:
-        return Decision(first.positions >= 0, [first.numbers])
+        return Selection(first.positions >= 0, [first.numbers])
     if num_rows <= budget:
         every = torch.arange(num_rows, device=positions.device)
         size = (num_sequences,) if together or same_heads else (num_sequences, num_heads)
-        return Decision(every.expand(*size, -1), [one.numbers for one in listed])
+        return Selection(every.expand(*size, -1), [one.numbers for one in listed])
     scores = [
         final_scores(
             one,
             stack,
             one.layers[0],
             bound=one.bound,
-            supplied={"probe_queries": one.probe_queries},
+            supplied={"lookahead_queries": one.lookahead_queries},
             positions=one.positions,
             **shared,
         )
@@ -176,7 +176,7 @@ def decide(
         keep = mask_of(keep, positions)
     if together or same_heads:
         keep = keep[:, 0]
-    return Decision(keep, [one.numbers for one in listed])
+    return Selection(keep, [one.numbers for one in listed])
 
 
 def _stack_of(stack: Stack | str | object | Sequence[str | object]) -> Stack:
@@ -201,8 +201,8 @@ def _check_positions(rows: Sequence["_Rows"]) -> None:
         alike = one.positions.shape[::2] == positions.shape[::2]
         if not alike or not bool((one.positions == positions).all()):
             msg = (
-                "decide() was given rows at different positions in the heads or layers that are to "
-                "keep the same; give rows that are the same in all of them"
+                "select_rows() was given rows at different positions in the heads or layers that "
+                "are to keep the same; give rows that are the same in all of them"
             )
             raise KVPolicyError(msg)
 
@@ -214,7 +214,7 @@ class _Rows:
         numbers: Numbers of the rows by the name of the track, ``[B, H_kv, T]``.
     """
 
-    def __init__(self, given: GivenRows, stack: Stack, *, shares: bool = False) -> None:
+    def __init__(self, given: CacheView, stack: Stack, *, shares: bool = False) -> None:
         self._given = given
         self.positions = positions = given.positions
         _check_shapes(given)
@@ -223,7 +223,7 @@ class _Rows:
         self.seq_len = last if given.seq_len is None else given.seq_len.cpu()
         self.prompt_len = self.seq_len if given.prompt_len is None else given.prompt_len.cpu()
         self.num_new = self.seq_len if given.num_new is None else given.num_new.cpu()
-        self.out_of_sight, self.probe_queries = given.out_of_sight, given.probe_queries
+        self.out_of_sight, self.lookahead_queries = given.out_of_sight, given.lookahead_queries
         self.absent = positions < 0 if shares else None
         self._names = "+".join(stack.names)
         self.bound = given.bound
@@ -276,18 +276,18 @@ class _Rows:
 
     def _left_out(self, name: str, argument: str) -> KVPolicyError:
         msg = (
-            f"policy '{self._names}' reads {name}, which decide() was not given; write "
-            f"GivenRows({argument})"
+            f"policy '{self._names}' reads {name}, which select_rows() was not given; write "
+            f"CacheView({argument})"
         )
         return KVPolicyError(msg)
 
 
-# Axes of the tensors of `GivenRows`: those of the positions, or any size.
+# Axes of the tensors of `CacheView`: those of the positions, or any size.
 _AXES = {
     "keys": "BHT.",
     "values": "BHT.",
     "queries": "B...",
-    "probe_queries": "B...",
+    "lookahead_queries": "B...",
     "attn_weights": "B..T",
     "out_of_sight": "BHT",
     "seq_len": "B",
@@ -296,10 +296,10 @@ _AXES = {
 }
 
 
-def _check_shapes(given: GivenRows) -> None:
+def _check_shapes(given: CacheView) -> None:
     if given.positions.dim() != 3 or not all(given.positions.shape):
         msg = (
-            f"decide() was given positions of shape {list(given.positions.shape)}; expected "
+            f"select_rows() was given positions of shape {list(given.positions.shape)}; expected "
             "[B, H_kv, T] with at least one row"
         )
         raise KVPolicyError(msg)
@@ -315,7 +315,7 @@ def _check_shapes(given: GivenRows) -> None:
         if not fits:
             wanted = ", ".join(str(sizes.get(axis, "any")) for axis in axes)
             msg = (
-                f"decide() was given {name} of shape {list(tensor.shape)}; expected [{wanted}], "
-                f"as positions have shape {list(given.positions.shape)}"
+                f"select_rows() was given {name} of shape {list(tensor.shape)}; expected "
+                f"[{wanted}], as positions have shape {list(given.positions.shape)}"
             )
             raise KVPolicyError(msg)

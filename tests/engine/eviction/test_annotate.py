@@ -1,4 +1,4 @@
-"""Marks: policies give new rows numbers from what enters their attention, on every path."""
+"""Annotations: policies give new rows numbers from what enters their attention, on every path."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -39,11 +39,11 @@ class Gate:
 
     gate: Tensor  # [M, H_kv]
     bias: float = 0.0
-    marks_in_step: bool = True
+    annotates_in_step: bool = True
     calls: list[int] = attrs.field(factory=list)
 
     @hookimpl
-    def mark(self, states: Tensor) -> dict[str, Tensor]:
+    def annotate(self, states: Tensor) -> dict[str, Tensor]:
         self.calls.append(len(states))
         logits = states.float() @ self.gate.float() + self.bias
         return {"log_rate": nn.functional.logsigmoid(logits)}
@@ -81,11 +81,11 @@ class Notes:
 
     tracks: ClassVar[tuple[str, ...]] = ("states", "keys", "values", "positions")
 
-    marks_in_step: bool = True
+    annotates_in_step: bool = True
     seen: list[dict[str, Any]] = attrs.field(factory=list)
 
     @hookimpl
-    def mark(
+    def annotate(
         self, states: Tensor, keys: Tensor, values: Tensor, positions: Tensor
     ) -> dict[str, Tensor]:
         assert states.shape == (len(positions), HIDDEN)
@@ -147,7 +147,7 @@ def attention_inputs(model: nn.Module, sequence: list[int]) -> list[Tensor]:
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("family", "in_step"), CASES)
 def test_states_are_what_enters_the_attention_of_the_model(family: str, in_step: bool) -> None:
-    notes = Notes(marks_in_step=in_step)
+    notes = Notes(annotates_in_step=in_step)
     model, prompt = family_model(family, window=100), PROMPTS[2][:5] + PROMPTS[0]
     plan = Plan.uniform(notes, budget=40, buffer=3)
     engine = Engine(model, plan=plan, chunk=5)
@@ -171,7 +171,7 @@ def test_states_are_what_enters_the_attention_of_the_model(family: str, in_step:
     st.integers(1, 3),
     st.booleans(),
 )
-def test_marks_stay_with_their_rows(
+def test_annotations_stay_with_their_rows(
     given: list[list[int]],
     family: str,
     in_step: bool,
@@ -181,7 +181,7 @@ def test_marks_stay_with_their_rows(
     eager: bool,
 ) -> None:
     # `Notes` compares tracks with rows at every compaction; here windows slide as well.
-    notes = Notes(marks_in_step=in_step)
+    notes = Notes(annotates_in_step=in_step)
     options = {"chunk": chunk, "slots": slots, "eager": eager}
     tokens(family_model(family), notes, given=given, budget=5, buffer=buffer, **options)
 
@@ -190,19 +190,19 @@ def test_marks_stay_with_their_rows(
     ("in_step", "eager", "chunk"),
     [(True, True, 4), (True, False, 64), (False, True, 64), (False, False, 4)],
 )
-def test_marks_stay_with_their_rows_in_a_slab_that_slides(
+def test_annotations_stay_with_their_rows_in_a_slab_that_slides(
     in_step: bool, eager: bool, chunk: int
 ) -> None:
     """All rows of a window are held, so nothing is compacted: read the tracks themselves."""
     model = family_model("mistral", window=6)
-    plan = Plan.uniform(Notes(marks_in_step=in_step), budget=20, buffer=4)
+    plan = Plan.uniform(Notes(annotates_in_step=in_step), budget=20, buffer=4)
     engine = Engine(model, plan=plan, chunk=chunk, slots=2, eager=eager)
     run = engine.generate([[1, 2], [3, 4, 5] * 6], max_new_tokens=25)
     for _ in range(20):
         run.step()
     assert run.cache.slides.all()
     for seq in run.active:
-        run.snapshot(seq.id)  # which marks what was not marked yet
+        run.snapshot(seq.id)  # which annotates what was not annotated yet
     for layer in run.cache.layers:
         sums = layer.keys.sum(dim=3)
         assert torch.allclose(layer.tracks["keys"], sums, atol=1e-4)
@@ -220,7 +220,7 @@ def test_a_constant_retention_keeps_the_newest_tokens(
     given: list[list[int]], in_step: bool, buffer: int
 ) -> None:
     model = shared_model(**DOUBLE)
-    constant = Gate(gate=torch.zeros(HIDDEN, 2), bias=0.5, marks_in_step=in_step)
+    constant = Gate(gate=torch.zeros(HIDDEN, 2), bias=0.5, annotates_in_step=in_step)
     newest = tokens(model, PolicySpec("streaming", {"n_sink": 0}), given=given, buffer=buffer)
     assert tokens(model, constant, given=given, buffer=buffer) == newest
 
@@ -235,7 +235,7 @@ def test_a_constant_retention_keeps_the_newest_tokens(
     st.booleans(),
     st.sampled_from([1, 4]),
 )
-def test_marks_through_the_ring_equal_those_in_the_step(
+def test_annotations_through_the_ring_equal_those_in_the_step(
     given: list[list[int]],
     seed: int,
     buffer: int,
@@ -248,12 +248,12 @@ def test_marks_through_the_ring_equal_those_in_the_step(
     alone = tokens(model, gates(seed), given=given, buffer=buffer, slots=1)
     options = {"slots": slots, "chunk": chunk, "eager": eager, "steps_per_read": steps_per_read}
     for in_step in (True, False):
-        gate = gates(seed, marks_in_step=in_step)
+        gate = gates(seed, annotates_in_step=in_step)
         assert tokens(model, gate, given=given, buffer=buffer, **options) == alone
 
 
 def test_the_ring_is_asked_when_it_is_full_and_before_a_compaction() -> None:
-    gate = gates(0, marks_in_step=False)
+    gate = gates(0, annotates_in_step=False)
     plan = Plan(
         layers=(
             LayerGroup("0:1", (PolicySpec.of(gate),), budget=12, buffer=4),
@@ -267,11 +267,11 @@ def test_the_ring_is_asked_when_it_is_full_and_before_a_compaction() -> None:
 
 
 @given(seeds, st.integers(1, 9), st.integers(1, 22), st.booleans())
-def test_a_snapshot_has_the_marks_of_all_rows(
+def test_a_snapshot_has_the_annotations_of_all_rows(
     seed: int, buffer: int, steps: int, in_step: bool
 ) -> None:
     model = shared_model(**DOUBLE)
-    plan = Plan.uniform(gates(seed, marks_in_step=in_step), budget=12, buffer=buffer)
+    plan = Plan.uniform(gates(seed, annotates_in_step=in_step), budget=12, buffer=buffer)
     engine = Engine(model, plan=plan)
     run = engine.generate([Request(PROMPTS[0], 24, stop_ids=())])
     for _ in range(steps):
@@ -295,18 +295,18 @@ def test_policies_with_the_same_track_in_parts_have_tracks_of_their_own() -> Non
             assert not torch.equal(first, second)
             return first + second
 
-    ring = gates(2, marks_in_step=False)
+    ring = gates(2, annotates_in_step=False)
     both = Both()
     result = tokens(shared_model(**DOUBLE), both)
 
     @attrs.define(eq=False)
     class Alone:
         tracks: ClassVar[tuple[str, ...]] = ("a", "b")
-        marks_in_step: ClassVar[bool] = True
+        annotates_in_step: ClassVar[bool] = True
 
         @hookimpl
-        def mark(self, states: Tensor) -> dict[str, Tensor]:
-            return {name: gates(i).mark(states)["log_rate"] for i, name in ((1, "a"), (2, "b"))}
+        def annotate(self, states: Tensor) -> dict[str, Tensor]:
+            return {name: gates(i).annotate(states)["log_rate"] for i, name in ((1, "a"), (2, "b"))}
 
         @hookimpl
         def score(self, positions: Tensor, seq_len: Tensor, tracks: Any) -> Tensor:
@@ -337,7 +337,7 @@ def test_one_compaction_of_given_tensors_equals_the_definition(
 def test_a_compaction_without_states_is_refused_where_they_are_read() -> None:
     keys = torch.ones(1, 2, 6, 4)
     queries = torch.ones(1, 4, 1, 4)
-    with pytest.raises(KVPolicyError, match=r"states .*mark\(\)"):
+    with pytest.raises(KVPolicyError, match=r"states .*annotate\(\)"):
         keep_rows(gates(0), keys, keys, queries, budget=3)
     by_keys = Answers(answer=lambda keys: {"a": keys[..., 0]})
     kept = keep_rows(["streaming", by_keys], keys, keys, queries, budget=5)
@@ -349,7 +349,7 @@ def test_a_compaction_without_states_is_refused_where_they_are_read() -> None:
 
 def test_rings_are_counted() -> None:
     model, buffer = shared_model(), 5
-    plan = Plan.uniform(gates(0, marks_in_step=False), budget=12, buffer=buffer)
+    plan = Plan.uniform(gates(0, annotates_in_step=False), budget=12, buffer=buffer)
     in_step = Plan.uniform(gates(0), budget=12, buffer=buffer)
     of_rings = 2 * buffer * HIDDEN * 4  # two layers, fp32
     found = footprint(plan, model, slots=3, longest=100)
@@ -360,13 +360,13 @@ def test_rings_are_counted() -> None:
     assert run.cache.num_bytes == found.num_bytes
     run.results()
     assert run.report.peak_kv_bytes > found.num_bytes
-    assert 0 < run.report.mark_s < run.report.elapsed_s
-    long = Plan.uniform(gates(0, marks_in_step=False), budget=12, buffer=1000)
+    assert 0 < run.report.annotate_s < run.report.elapsed_s
+    long = Plan.uniform(gates(0, annotates_in_step=False), budget=12, buffer=1000)
     shared = footprint(long, model, slots=1).shared_bytes_per_slot
     assert shared == 2 * MOST_KEPT * HIDDEN * 4
 
 
-def test_hooks_are_on_marked_layers_only() -> None:
+def test_hooks_are_on_annotated_layers_only() -> None:
     model = tiny_model(num_layers=3)
     plan = Plan(
         budget=12,
@@ -393,18 +393,18 @@ class Answers:
     tracks: ClassVar[tuple[str, ...]] = ("a",)
 
     answer: Any
-    marks_in_step: bool = False
+    annotates_in_step: bool = False
     after: int = 0
     calls: int = 0
 
     @hookimpl
-    def mark(self, keys: Tensor) -> Mapping[str, Tensor] | None:
+    def annotate(self, keys: Tensor) -> Mapping[str, Tensor] | None:
         self.calls += 1
         return self.answer(keys) if self.calls > self.after else None
 
 
 def raises(_: Tensor) -> None:
-    msg = "no mark"
+    msg = "no annotation"
     raise RuntimeError(msg)
 
 
@@ -413,7 +413,7 @@ WRONG = {
     "another track": (lambda keys: {"b": keys.sum(dim=2)}, "track 'b'"),
     "a shape": (lambda keys: {"a": keys.sum(dim=(1, 2))}, r"\[9\].*\[9, 2\]"),
     "a dtype": (lambda keys: {"a": keys.sum(dim=2).long()}, "int64"),
-    "an exception": (raises, r"mark\(\) at layer 0"),
+    "an exception": (raises, r"annotate\(\) at layer 0"),
 }
 
 
@@ -426,7 +426,7 @@ def test_a_wrong_answer_names_policy_hook_and_layer(name: str) -> None:
 
 
 @cache
-def tokens_without_marks() -> list[tuple[int, ...]]:
+def tokens_without_annotations() -> list[tuple[int, ...]]:
     plan = Plan.uniform("streaming", budget=12, buffer=6)
     run = Engine(shared_model(), plan=plan).generate(PROMPTS[1:3], max_new_tokens=30)
     return [result.tokens for result in run.results()]
@@ -437,35 +437,35 @@ def tokens_without_marks() -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("eager", [True, False])
 def test_an_error_ends_the_sequences_of_the_call(in_step: bool, after: int, eager: bool) -> None:
     """In prefill and in a step those of the forward, through the ring one sequence."""
-    policy = Answers(answer=raises, marks_in_step=in_step, after=after)
+    policy = Answers(answer=raises, annotates_in_step=in_step, after=after)
     plan = Plan.uniform("streaming", policy, budget=12, buffer=6)
     engine = Engine(shared_model(), plan=plan, slots=2, on_hook_error="answer", eager=eager)
     results = engine.generate(PROMPTS[1:3], max_new_tokens=30).results()
-    assert all("no mark" in (one.error or "no mark") for one in results)
+    assert all("no annotation" in (one.error or "no annotation") for one in results)
     assert any(one.finish_reason == "error" for one in results)
-    for one, whole in zip(results, tokens_without_marks(), strict=True):
+    for one, whole in zip(results, tokens_without_annotations(), strict=True):
         assert one.tokens == whole[: len(one.tokens)]
 
 
-def test_a_policy_that_marks_declares_tracks() -> None:
+def test_a_policy_that_annotates_declares_tracks() -> None:
     class Trackless:
         @hookimpl
-        def mark(self, keys: Tensor) -> None:
+        def annotate(self, keys: Tensor) -> None:
             return None
 
     with pytest.raises(PolicyLoadError, match="tracks"):
         Engine(shared_model(), plan=Plan.uniform("streaming", Trackless(), budget=12))
 
 
-def test_a_wrapper_of_mark_is_refused() -> None:
+def test_a_wrapper_of_annotate_is_refused() -> None:
     class Wraps:
         tracks = ("a",)
 
         @hookimpl(wrapper=True)
-        def mark(self, keys: Tensor) -> Any:
+        def annotate(self, keys: Tensor) -> Any:
             return (yield)
 
-    with pytest.raises(PolicyLoadError, match=r"mark\(\)"):
+    with pytest.raises(PolicyLoadError, match=r"annotate\(\)"):
         Engine(shared_model(), plan=Plan.uniform("streaming", Wraps(), budget=12))
 
 
@@ -474,15 +474,15 @@ def test_a_wrapper_of_mark_is_refused() -> None:
 
 @pytest.mark.parametrize("in_step", [True, False])
 def test_calls_are_recorded(in_step: bool) -> None:
-    model, gate = shared_model(), gates(0, marks_in_step=in_step)
+    model, gate = shared_model(), gates(0, annotates_in_step=in_step)
     plan = Plan.uniform(gate, budget=12, buffer=4)
     engine = Engine(model, plan=plan, slots=3)
     plain = engine.generate(PROMPTS, max_new_tokens=12).results()
-    with recording(engine, hooks=["mark"]) as trace:
+    with recording(engine, hooks=["annotate"]) as trace:
         recorded = engine.generate(PROMPTS, max_new_tokens=12).results()
     assert [one.tokens for one in recorded] == [one.tokens for one in plain]
     first = trace.calls[0]
-    assert (first.hook, first.layer, first.answered_by) == ("mark", 0, "gate")
+    assert (first.hook, first.layer, first.answered_by) == ("annotate", 0, "gate")
     assert str(first.arguments["states"]) == "float32[24, 32]"
     assert len(trace.calls) * 2 == len(gate.calls)
     assert {call.layer for call in trace.calls} == {0, 1}
