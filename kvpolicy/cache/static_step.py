@@ -85,7 +85,7 @@ class StaticStep:
         seq_len: Tokens seen by each slot, its newest not included, ``[S]``, int64.
         live: Slots that take part, bool ``[S]``. A slot that has its last token does not.
         rows: Rows held, ``[S, layers, H_kv]``, int64; where heads share the rows of a layer, those
-            of a head in the mean, see `kvpolicy.cache.segments`.
+            of a head in the mean, see `kvpolicy.cache.layouts.segments`.
         tokens: Tokens of the steps since `begin`, ``[steps, S]``, int64.
         rings: What keeps states of the steps.
     """

@@ -78,7 +78,9 @@ class BoundPlan:
         self.extensions = tuple(extensions)
         self.adapter.add_hooks(
             steered=[i for i, stack in enumerate(self.stacks) if stack.is_steered(i)],
-            states=any("hidden_states" in stack.observes for stack in self.stacks),
+            # Whether an extension asks for states is known at each step only.
+            states=bool(self.extensions)
+            or any("hidden_states" in stack.observes for stack in self.stacks),
             annotated=[i for i, stack in enumerate(self.stacks) if stack.is_annotated],
         )
         self.eager_reason = "asked for" if eager else self.adapter.eager_reason

@@ -410,8 +410,10 @@ class Run:
         """Admit, evict, schedule, run, sample, commit, finish."""
         core, scheduler, costs = self.core, self.scheduler, self._costs
         with costs.of_eviction():
-            core.evictor.evict(scheduler.admit())
-        if (step := scheduler.schedule()) is not None:
+            changed = scheduler.admit()
+            core.evictor.evict(changed)
+        step = scheduler.schedule()
+        if step is not None:
             with costs.of_step(step):
                 output = core.run(step)
                 drawn = self._sampler.sample(step, output)

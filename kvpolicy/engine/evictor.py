@@ -389,7 +389,7 @@ class Evictor:
         first = one.due[0]
         assert one.keep is not None, "they were chosen"
         for extension in self._extensions:
-            extension.compacted(one)
+            extension.selected(one)
         with self._timings.time("compaction_s", one.keep.device):
             first.stack.evict(one.rows, one.keep, first.layer_idx, one.memory, one.late)
 

@@ -1,4 +1,4 @@
-"""The runner: a `Step` in, an `Output` out. It calls the model, and commits nothing.
+"""The runner: a `Step` in, an `Output` out, whose rows are provisional until `commit`.
 
 Chunks of prompts run eagerly, decode steps of most models as static steps: one function of tensors
 at fixed addresses (`kvpolicy.cache.static_step`), which may be compiled, or replayed from a graph.

@@ -19,8 +19,8 @@ OnDrawn = abc.Callable[[abc.Sequence[Sequence], Tensor, Tensor], None]
 class Step:
     """One forward of the model, or several decode steps whose tokens are read together.
 
-    Its rows are provisional: they are facts once `Core.commit` has counted them, so a step that is
-    not committed leaves no trace.
+    Its rows are provisional: they are facts once `Core.commit` has counted them. An eager step that
+    is not committed leaves no trace; a static one has counted on the device.
 
     Attributes:
         sequences: The sequences served, ``B``.

@@ -43,7 +43,7 @@ class Lookaheads:
     lookahead_size = 1
     @hookimpl
     def lookahead(self):
-        return Lookahead(num_tokens=1)
+        return Lookahead(num_greedy=1)
 
 
 class Steers:

@@ -37,8 +37,6 @@ class Annotate(Extension):
     Its ring keeps what enters the attention of layers that are annotated after decode steps.
     """
 
-    name = "annotate"
-
     def __init__(
         self,
         layers: abc.Sequence[LayerPlan],

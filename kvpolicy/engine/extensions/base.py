@@ -3,11 +3,11 @@
 In the order of their calls: `attach` once; `admit` for sequences with slots of their own;
 `advance` and `ready` before chunks of prompts are cut, `most` for each of them; `repeats` before
 decode steps; `before` and `after` around a step; `before_eviction`, `together`, `arguments` and
-`compacted` in an eviction; `finish` at the end of a sequence, and `report` at any time.
+`selected` in an eviction; `finish` at the end of a sequence, and `report` at any time.
 
-What an extension remembers of a sequence is in ``seq.extras[name]``, on the device in
-``cache.slot_tensors``: it moves and ends with the sequence. `take` and `put` are called where a
-sequence is copied out of its slot, and put into one.
+What an extension remembers of a sequence on the device is in ``cache.slot_tensors``: it moves and
+ends with its slot. On the host it is in a dictionary by ``seq.id``, until `finish`. `take` and
+`put` are called where a sequence is copied out of its slot, and put into one.
 """
 
 import sys
@@ -60,13 +60,11 @@ class Extension:
     """Does nothing; an extension overrides what it needs.
 
     Attributes:
-        name: Its name, under which it remembers what belongs to a sequence.
         graph_problem: Why decode steps with it are not replayed from graphs; ``None``: they may be.
         cache: The KV cache, once it is attached.
         ring: Keeps states of decoded tokens for it; ``None``: it reads none.
     """
 
-    name: ClassVar[str] = ""
     graph_problem: ClassVar[str | None] = None
     cache: KVCache
     ring: StateRing | None = None
@@ -112,7 +110,13 @@ class Extension:
         """A step is about to run: ask it for states or logits, or give it functions to call."""
 
     def after(self, step: Step, output: Output, drawn: Drawn) -> None:
-        """A step is committed: its rows and tokens are facts, and nothing was evicted yet."""
+        """A step is committed: its rows and tokens are facts, and nothing was evicted yet.
+
+        A step may be several decode steps, see `repeats`: ``drawn`` has the tokens of all of them,
+        and ``output`` the logits and states of the last. Under a `PolicyCache`, transformers draws
+        the tokens, and ``drawn`` has none. It is not called where a policy has failed before
+        anything was drawn.
+        """
 
     def before_eviction(self, sequences: abc.Sequence[Sequence], due: np.ndarray) -> None:
         """Some sequences are compacted next.
@@ -130,8 +134,12 @@ class Extension:
         """Arguments of `score` that it supplies for the slots of a call, by name."""
         return {}
 
-    def compacted(self, one: Compaction) -> None:
-        """A selection was made; its rows leave next."""
+    def selected(self, one: Compaction) -> None:
+        """A selection was made; its rows leave next.
+
+        Where a hook then fails for other sequences of the call, the selection of those that go on
+        is made, and told, again.
+        """
 
     def finish(self, seq: Sequence) -> None:
         """A sequence has ended and still has its slot."""

@@ -17,8 +17,6 @@ _MOST_LOGITS = 2**26
 class Logprobs(Extension):
     """Measures tokens, and notes what it finds with their sequences."""
 
-    name = "logprobs"
-
     def __init__(self, vocab_size: int) -> None:
         """Take the number of tokens that the model knows."""
         self._most_tokens = max(_MOST_LOGITS // vocab_size, 1)

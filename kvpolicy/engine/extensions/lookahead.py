@@ -41,8 +41,6 @@ class LookaheadQueries(Extension):
         stacks: The stacks that implement `lookahead`, without repetitions.
     """
 
-    name = "lookahead"
-
     def __init__(
         self,
         adapter: ModelAdapter,

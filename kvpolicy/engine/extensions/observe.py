@@ -31,8 +31,6 @@ class Observe(Extension):
         stacks: The stacks that implement `observe`, without repetitions.
     """
 
-    name = "observe"
-
     def __init__(
         self,
         layers: abc.Sequence[LayerPlan],

@@ -145,8 +145,6 @@ class PrefixReuse(Extension):
         num_reused: Tokens so far that were not computed.
     """
 
-    name = "prefix reuse"
-
     def __init__(self, prefixes: Prefixes, snapshots: Snapshots) -> None:
         """Take a store that is bound to the engine, and what copies sequences."""
         self._prefixes, self._store = prefixes, prefixes.store

@@ -14,8 +14,6 @@ from kvpolicy.state import RegisterFile
 class Snapshots(Extension):
     """Takes snapshots of sequences in their slots, and puts them into slots."""
 
-    name = "snapshots"
-
     def __init__(self, resuming: Resuming, registers: RegisterFile) -> None:
         """Take what knows the plan and the model, and the registers of all slots."""
         self._resuming, self._registers = resuming, registers

@@ -18,7 +18,6 @@ from kvpolicy.state import Memory, RegisterFile
 class Steer(Extension):
     """Asks policies for changes within the forward."""
 
-    name = "steer"
     # They run in Python, which a graph would leave out.
     graph_problem = "policies steer"
 

@@ -10,8 +10,6 @@ from kvpolicy.plan.resolved import LayerPlan
 class StoredPads(Extension):
     """Subtracts rows for the pads of a group, for plans that study stored padding."""
 
-    name = "stored pads"
-
     def __init__(self, layers: abc.Sequence[LayerPlan]) -> None:
         """Take what each layer does."""
         self._most = [layer.num_spare_rows for layer in layers]
