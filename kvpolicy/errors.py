@@ -184,6 +184,13 @@ def _one_line(
     return words if len(words) <= longest else f"{words[: longest - 1]}…"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory cannot be had."""
+    # torch raises plain RuntimeErrors for memory of the CPU.
+    is_torch = type_name(error) == "OutOfMemoryError"
+    return isinstance(error, MemoryError) or is_torch or "DefaultCPUAllocator" in error_text(error)
+
+
 def is_interrupt(error: BaseException) -> bool:
     """Whether the user pressed Ctrl-C; code that raises `KeyboardInterrupt` itself does not count.
 

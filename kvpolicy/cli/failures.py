@@ -28,7 +28,7 @@ from kvpolicy.cli.output import (
     shortened,
     stdout_error,
 )
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import KVPolicyError, is_out_of_memory
 
 WRONG_INPUT = 2
 DEFECT = 70  # EX_SOFTWARE of sysexits.h
@@ -186,13 +186,6 @@ def _sentence(error: BaseException, stdout_problem: OSError | None) -> str | Non
     if error.errno in _OUT_OF:
         return f"the system refuses to go on: {reason}; free some of it and try again"
     return None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory cannot be had."""
-    # torch raises plain RuntimeErrors for memory of the CPU.
-    is_torch = type(error).__name__ == "OutOfMemoryError"
-    return isinstance(error, MemoryError) or is_torch or "DefaultCPUAllocator" in str(error)
 
 
 def _is_ours(name: Any) -> bool:

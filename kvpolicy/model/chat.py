@@ -59,14 +59,12 @@ class RenderedChat:
     Attributes:
         text: What the template makes of them; special tokens of messages are hidden.
         skeleton: The same without letters of messages that could be part of a special token.
-        is_hiding: Whether anything is hidden in the text.
-        num_characters: Characters of the text and of what is hidden in it.
+        shown: The text with what is hidden in it.
     """
 
     text: str
     skeleton: str
-    is_hiding: bool
-    num_characters: int
+    shown: str
 
 
 class ChatEncoder:
@@ -166,8 +164,7 @@ class ChatEncoder:
 
         text = rendering(hide, hide)
         skeleton = rendering(without_edges, lambda name: _STAND_IN * len(name))
-        whole = self._hiding.unmarked(text)
-        return RenderedChat(text, skeleton, whole != text, len(whole))
+        return RenderedChat(text, skeleton, self._hiding.unmarked(text))
 
     def encode(self, chat: RenderedChat) -> list[int]:
         """The tokens of a chat.
@@ -178,7 +175,8 @@ class ChatEncoder:
         Raises:
             RequestError: Text of a message would be read as a control token.
         """
-        ids = self._encoded_apart(chat.text) if chat.is_hiding else self._encoded(chat.text)
+        is_hiding = chat.text != chat.shown
+        ids = self._encoded_apart(chat.text) if is_hiding else self._encoded(chat.text)
         if chat.skeleton != chat.text:
             own = self._controls(self._encoded(chat.skeleton))
             found = self._controls(ids)

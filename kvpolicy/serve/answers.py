@@ -130,6 +130,8 @@ class Model(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: str | None
     max_model_len: int
     kvpolicy: ServedPlan
 

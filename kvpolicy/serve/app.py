@@ -133,6 +133,8 @@ def _models(model: ServedModel) -> APIRouter:
             "object": "model",
             "created": model.created,
             "owned_by": "kvpolicy",
+            "root": model.name,
+            "parent": None if model_id in (model.name, *model.aliases) else model.name,
             "max_model_len": plan.max_len,
             "kvpolicy": {
                 "plan": plan.name,
@@ -143,7 +145,7 @@ def _models(model: ServedModel) -> APIRouter:
 
     @router.get("")
     async def models() -> Models:
-        return {"object": "list", "data": [described(model_id) for model_id in model.by_id]}
+        return {"object": "list", "data": [described(model_id) for model_id in model.ids]}
 
     @router.get("/{model_id:path}")
     async def one_model(model_id: str) -> Model:

@@ -564,5 +564,6 @@ def _welcome(served: "ServedModel", url: str, settings: "ServerSettings") -> lis
         "tokens together"
         for plan in served.plans
     ]
-    line = curl_line(url, example_request(served), KEYS if settings.api_keys else None)
+    request = example_request(served, settings.max_new_tokens)
+    line = curl_line(url, request, KEYS if settings.api_keys else None)
     return [f"{served.name} is served at {url}", *plans, "", "Open it in a browser, or try:", line]

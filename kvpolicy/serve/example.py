@@ -13,6 +13,7 @@ from kvpolicy.serve.plans import ServedModel
 _TASKS = "kvpolicy.tasks"
 _MARK = "kvpolicy-message"  # where the template puts a message
 _QUESTION = "What is 6 times 7?"
+_MOST_TOKENS = 1000  # of an answer to a problem: a completion ends after a few unless it says more
 
 # The path of an endpoint, and a body for it.
 ExampleRequest = tuple[str, dict[str, Any]]
@@ -39,26 +40,32 @@ def example_question(model: ServedModel) -> str | None:
     return problem.removeprefix(before).removesuffix(after) if is_chat else _QUESTION
 
 
-def example_request(model: ServedModel) -> ExampleRequest:
-    """A chat with the model, or a completion if it has no chat template.
+def example_request(model: ServedModel, most: int | None = None) -> ExampleRequest:
+    """A chat with the model, or a completion if it has no chat template; both end by themselves.
 
     Args:
         model: The model.
+        most: The most new tokens that the server lets a client ask for, if it says so.
     """
     question = example_question(model)
     if question is None:
-        return example_completion(model.name)
+        return example_completion(model.name, most)
     messages = [{"role": "user", "content": question}]
-    return "/v1/chat/completions", {**_limits(model.name), "messages": messages}
+    return "/v1/chat/completions", {"model": model.name, "messages": messages}
 
 
-def example_completion(name: str) -> ExampleRequest:
+def example_completion(name: str, most: int | None = None) -> ExampleRequest:
     """A completion of a model that need not be loaded.
 
     Args:
         name: Its name.
+        most: As for `example_request`.
     """
-    return "/v1/completions", {**_limits(name), "prompt": _problem(name) or "6 times 7 is"}
+    problem = _problem(name)
+    if problem is None:
+        return "/v1/completions", {"model": name, "prompt": "6 times 7 is"}
+    max_tokens = _MOST_TOKENS if most is None else min(most, _MOST_TOKENS)
+    return "/v1/completions", {"model": name, "prompt": problem, "max_tokens": max_tokens}
 
 
 def curl_line(url: str, request: ExampleRequest, key_variable: str | None) -> str:
@@ -74,10 +81,6 @@ def curl_line(url: str, request: ExampleRequest, key_variable: str | None) -> st
     if key_variable is not None:
         headers.append(f'-H "Authorization: Bearer ${key_variable}"')
     return f"curl {url}{path} {' '.join(headers)} -d {quote(json.dumps(body))}"
-
-
-def _limits(name: str) -> dict[str, Any]:
-    return {"model": name, "max_tokens": 400}
 
 
 def _problem(name: str) -> str | None:

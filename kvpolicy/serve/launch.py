@@ -8,13 +8,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvpolicy.cli.failures import is_out_of_memory
 from kvpolicy.cli.output import format_bytes
 from kvpolicy.engine.async_engine import AsyncEngine
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.engine.reuse.store import PrefixStore
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import KVPolicyError, is_out_of_memory
 from kvpolicy.plan.plan import Plan
 from kvpolicy.serve.engine_log import EngineLog
 from kvpolicy.serve.guard import LOOPBACK_HOSTS

@@ -109,8 +109,14 @@ class ServedModel:
     _bytes: dict[int, bytes] = attrs.field(factory=dict, init=False)
 
     @property
+    def ids(self) -> list[str]:
+        """The ids that are listed: its names, and each plan of several once, under the first."""
+        names = [self.name, *self.aliases]
+        return [*names, *(plan.id for plan in self.plans if plan.id not in names)]
+
+    @property
     def by_id(self) -> dict[str, ServedPlan]:
-        """Every plan by each of the ids that choose it."""
+        """Every plan by each of the ids that choose it; plans answer under aliases, too."""
         ids: dict[str, ServedPlan] = {}
         for name in (self.name, *self.aliases):
             own = {name + plan.id.removeprefix(self.name): plan for plan in self.plans}
@@ -138,7 +144,7 @@ class ServedModel:
         if plan is None:
             message = (
                 f"there is no model '{model_id:.60}'; GET /v1/models lists them: "
-                f"{', '.join(self.by_id)}"
+                f"{', '.join(self.ids)}"
             )
             raise ApiError(404, message, param="model", code="model_not_found")
         return plan

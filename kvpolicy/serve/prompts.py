@@ -104,7 +104,7 @@ class PromptEncoder:
                 generation_prompt=body.add_generation_prompt is not False,
                 continue_last=bool(body.continue_final_message),
             )
-            self._check_length(chat.num_characters, "messages")
+            self._check_length(len(chat.shown), "messages")
             return encode(self._chat.encode(chat), None, self._vocab_size)
         except RequestError as error:
             raise ApiError(400, str(error), param="messages") from error

@@ -265,7 +265,18 @@ def test_failing_schedule_ends_only_waiting_requests() -> None:
     assert "'fails_to_schedule' raised ZeroDivisionError in schedule()" in results[4].error
 
 
-FATAL = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("x")]
+def error_of_cpu_memory() -> BaseException:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    return caught.value
+
+
+FATAL = [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory"),
+    torch.AcceleratorError("x"),
+    error_of_cpu_memory(),
+]
 
 
 @pytest.mark.parametrize("error", FATAL, ids=lambda error: type(error).__name__)

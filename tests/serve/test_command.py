@@ -11,11 +11,13 @@ from typing import Any
 import httpx2
 import pytest
 from served_command import served_command
+from serving import plans_of, serving
 from shell import Shell, refusal
 from tiny import tiny_model, tiny_tokenizer
 
 from kvpolicy.serve import command
 from kvpolicy.serve.command import KEYS
+from kvpolicy.serve.example import example_completion, example_request
 
 KEY = "s3cret-key"
 
@@ -35,6 +37,7 @@ def test_without_options_the_bundled_reasoner_is_served_and_the_line_to_try_work
             )
             answer: Any = json.loads(done.stdout)
             assert "\\boxed{" in answer["choices"][0]["message"]["content"]
+            assert answer["choices"][0]["finish_reason"] == "stop"
             assert answer["usage"]["kvpolicy"]["rows_evicted"] > 0, "the default plan evicts"
         with served.http() as http:
             chat = {"role": "user", "content": "oak is 9. fig = oak - 2. What is fig?"}
@@ -45,6 +48,25 @@ def test_without_options_the_bundled_reasoner_is_served_and_the_line_to_try_work
         events = [json.loads(line) for line in served.log]
         assert events[-1]["event"] == "stopping"
         assert {event["event"] for event in events[:-1]} == {"request"}
+
+
+def test_the_example_does_not_cut_its_own_answer_off() -> None:
+    with serving(plans_of(full=0)) as running:
+        path, body = example_request(running.model)
+        assert path == "/v1/chat/completions"
+        assert "max_tokens" not in body, "what is left is the default of chats"
+        with running.http() as http:
+            assert http.post(path, json=body).status_code == 200
+        running.model.tokenizer.chat_template = None
+        path, body = example_request(running.model)
+        assert (path, "max_tokens" in body) == ("/v1/completions", False)
+
+
+@pytest.mark.needs_reasoner
+def test_an_example_completion_of_a_problem_has_room_for_its_answer() -> None:
+    _, body = example_completion("reasoner")
+    assert body["max_tokens"] > 428, "tokens of the answer under the full cache"
+    assert example_completion("reasoner", 64)[1]["max_tokens"] == 64
 
 
 @pytest.fixture(scope="module")

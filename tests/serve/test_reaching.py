@@ -54,15 +54,15 @@ def test_a_served_model_has_the_names_that_it_is_given(
     assert served_names(kvpolicy, monkeypatch, *words) == ["mine", "gpt-4"]
 
 
-def test_every_name_answers_under_every_plan() -> None:
+def test_plans_are_listed_once_and_answer_under_every_name() -> None:
     with serving(plans_of(full=0, h2o=12), aliases=("org/other:1",)) as running:
         client = running.client()
-        ids = [one.id for one in client.models.list()]
-        assert ids == [
-            *("tiny", "tiny:full", "tiny:h2o"),
-            *("org/other:1", "org/other:1:full", "org/other:1:h2o"),
-        ]
-        for name in ids:
+        listed: list[Any] = list(client.models.list())
+        ids = [one.id for one in listed]
+        assert ids == ["tiny", "org/other:1", "tiny:full", "tiny:h2o"]
+        assert [one.parent for one in listed] == [None, None, "tiny", "tiny"]
+        assert {one.root for one in listed} == {"tiny"}
+        for name in (*ids, "org/other:1:full", "org/other:1:h2o"):
             found = client.completions.create(model=name, prompt="a", max_tokens=1)
             assert found.model == name
             assert client.models.retrieve(name).id == name

@@ -12,15 +12,12 @@ import torch
 
 from kvpolicy.engine.requests.results import HookFailure
 from kvpolicy.engine.requests.sequence import Sequence
-from kvpolicy.errors import HookError, KVPolicyError
+from kvpolicy.errors import HookError, KVPolicyError, is_out_of_memory
 
 OnHookError = Literal["raise", "answer"]
 
 # Receives hook calls that have failed.
 OnFailure = abc.Callable[[HookFailure], None]
-
-# Errors of the device or the machine, for which no policy is to blame.
-_FATAL = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class ErrorScope:
@@ -81,7 +78,7 @@ class ErrorScope:
         try:
             yield
         except HookError as error:
-            if self.on_hook_error == "raise" or isinstance(error.__cause__, _FATAL):
+            if self.on_hook_error == "raise" or _is_of_machine(error.__cause__):
                 raise
             for end in [seq.fail for seq in sequences] if fail is None else [fail]:
                 end(str(error))
@@ -89,3 +86,10 @@ class ErrorScope:
                 self.on_failure(HookFailure.of(error, tuple(seq.id for seq in sequences)))
         finally:
             self._under_way.pop()
+
+
+def _is_of_machine(error: BaseException | None) -> bool:
+    """Whether the device or the machine has failed, for which no policy is to blame."""
+    return error is not None and (
+        isinstance(error, torch.AcceleratorError) or is_out_of_memory(error)
+    )

@@ -90,7 +90,7 @@ def write_traces(source: CalibrationSource, *, max_new_tokens: int, slots: int) 
     engine = Engine(source.model, source.tokenizer, Plan.full_cache(), slots=slots)
     drawn = source.task.examples(source.n, seed=source.seed, split=SPLIT)
     examples = chat.wrap(drawn, source.tokenizer)
-    texts = [chat.encode(example, source.tokenizer) for example in examples]
+    texts = chat.encode(examples, source.tokenizer)
     prompts = [encode(text, source.tokenizer, engine.adapter.vocab_size) for text in texts]
     for result in engine.generate(prompts, max_new_tokens=max_new_tokens):
         example = examples[result.id]

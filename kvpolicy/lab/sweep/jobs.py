@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol
 
 import attrs
-from transformers import PreTrainedTokenizerBase
 
 from kvpolicy.engine.engine import Run
 from kvpolicy.engine.requests.request import Request
@@ -118,8 +117,10 @@ def run_job(sweep: Sweep, job: Job, loaded: LoadedModel) -> Iterator[Event]:
     setting = sweep.setting_of(cell)
     engine = loaded.engine(cell.resolved, slots=min(setting.slots, len(job.samples)))
     examples = [setting.examples[index] for index in job.samples]
+    prompts = encode(examples, loaded.tokenizer)
     requests = [
-        EvalRequest(example, _request(setting, example, loaded.tokenizer)) for example in examples
+        EvalRequest(example, _request(setting, example, prompt))
+        for example, prompt in zip(examples, prompts, strict=True)
     ]
     evaluation = setting.task.metric.begin(engine, requests)
     indices = sweep.recorded(cell)
@@ -147,9 +148,9 @@ def _results(run: Run, job: Job) -> Iterator[Result | JobProgress]:
             told_at = time.monotonic()
 
 
-def _request(setting: EvalSetting, example: Example, tokenizer: PreTrainedTokenizerBase) -> Request:
+def _request(setting: EvalSetting, example: Example, prompt: str | list[int]) -> Request:
     sampling = attrs.evolve(setting.sampling, seed=attempt_seed(setting.sampling.seed, example))
-    return Request(encode(example, tokenizer), setting.max_new_tokens, sampling)
+    return Request(prompt, setting.max_new_tokens, sampling)
 
 
 def attempt_seed(seed: int, example: Example) -> int:

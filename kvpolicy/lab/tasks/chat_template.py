@@ -5,12 +5,13 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.errors import TaskError
+from kvpolicy.errors import RequestError, TaskError
 from kvpolicy.lab.tasks.task import Example
+from kvpolicy.model.chat import ChatEncoder, RenderedChat, has_chat_template
 
 
 def wrap(examples: Sequence[Example], tokenizer: Any) -> list[Example]:
-    """Wrap users' messages in the model's chat template, up to where the answer begins.
+    """Put users' messages into the model's chat template, up to where the answer begins.
 
     The templates of DeepSeek-R1's models end with ``<think>`` and a newline, as its authors
     advise, so that the model thinks. There is no system prompt.
@@ -20,35 +21,58 @@ def wrap(examples: Sequence[Example], tokenizer: Any) -> list[Example]:
         tokenizer: The model's tokenizer.
 
     Raises:
-        TaskError: The tokenizer has no chat template.
+        TaskError: The tokenizer has no chat template, or the template refuses a message.
     """
-    return [_wrap(example, tokenizer) if example.chat else example for example in examples]
-
-
-def encode(example: Example, tokenizer: Any) -> str | list[int]:
-    """The prompt of an example as the engine takes it.
-
-    Args:
-        example: The example, after `wrap`.
-        tokenizer: The model's tokenizer.
-
-    Returns:
-        The text; token ids for a chat. A template writes the special tokens itself, so the
-        tokenizer must not add them a second time.
-    """
-    if not example.chat:
-        return example.prompt
-    ids: list[int] = tokenizer(example.prompt, add_special_tokens=False)["input_ids"]
-    return ids
-
-
-def _wrap(example: Example, tokenizer: Any) -> Example:
-    if not getattr(tokenizer, "chat_template", None):
+    if not any(example.chat for example in examples):
+        return list(examples)
+    if not has_chat_template(tokenizer):
         msg = (
             "the task asks its questions in a chat, and this model's tokenizer has no chat "
             "template; give the task the option chat=false to ask without one"
         )
         raise TaskError(msg)
-    messages = [{"role": "user", "content": example.prompt}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return attrs.evolve(example, prompt=str(text))
+    encoder = ChatEncoder(tokenizer)
+
+    def wrapped(example: Example) -> Example:
+        shown = _rendered(example.prompt, encoder, example.index).shown
+        return attrs.evolve(example, prompt=shown, message=example.prompt)
+
+    return [wrapped(example) if example.chat else example for example in examples]
+
+
+def encode(examples: Sequence[Example], tokenizer: Any) -> list[str | list[int]]:
+    """The prompts of examples as the engine takes them.
+
+    Args:
+        examples: The examples, after `wrap`.
+        tokenizer: The model's tokenizer.
+
+    Returns:
+        For each, its text; token ids for a chat: control tokens are the template's, and a special
+        token that is written in a message is text.
+
+    Raises:
+        TaskError: Text of a message would be read as a control token.
+    """
+    if all(example.message is None for example in examples):
+        return [example.prompt for example in examples]
+    encoder = ChatEncoder(tokenizer)
+
+    def encoded(example: Example) -> str | list[int]:
+        if example.message is None:
+            return example.prompt
+        try:
+            return encoder.encode(_rendered(example.message, encoder, example.index))
+        except RequestError as error:
+            msg = f"example {example.index}: {error}"
+            raise TaskError(msg) from error
+
+    return [encoded(example) for example in examples]
+
+
+def _rendered(message: str, encoder: ChatEncoder, index: int) -> RenderedChat:
+    try:
+        return encoder.render([{"role": "user", "content": message}])
+    except RequestError as error:
+        msg = f"example {index}: {error}"
+        raise TaskError(msg) from error

@@ -27,6 +27,7 @@ from kvpolicy.lab.tasks.answers import extract_answer
 from kvpolicy.lab.tasks.datasets import Row, read_rows
 from kvpolicy.lab.tasks.question_sets import draw
 from kvpolicy.lab.tasks.task import Example, Graded, GradeError, Split, Task, spell
+from kvpolicy.model.chat import has_chat_template
 
 # Graders.
 CONTAINS = "contains"
@@ -164,7 +165,7 @@ def chat_frame(tokenizer: Any, frame: Frame) -> Frame:
         TaskError: The tokenizer has no chat template, or the template changes messages, so that a
             history and its questions have no texts of their own.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not has_chat_template(tokenizer):
         msg = (
             "the task asks its questions in a chat, and this model's tokenizer has no chat "
             "template; give the task the option chat=false to ask without one"

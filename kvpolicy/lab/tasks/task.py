@@ -55,9 +55,10 @@ class Example:
         facets: Properties that a report may group by, such as the difficulty.
         reference: A text that answers the prompt, for metrics that score a given text; ``None``
             if there is none.
-        chat: Whether the prompt is a user's message, to be wrapped in the model's chat template
+        chat: Whether the prompt is a user's message, to be put into the model's chat template
             before it is tokenized.
         attempt: Which attempt at the example this is, from 0.
+        message: The user's message, where ``prompt`` is what the chat template made of it.
     """
 
     index: int
@@ -67,6 +68,7 @@ class Example:
     reference: str | None = None
     chat: bool = False
     attempt: int = 0
+    message: str | None = None
 
 
 class Task(Protocol):

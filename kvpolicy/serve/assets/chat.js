@@ -43,10 +43,9 @@ async function begin() {
     return;
   }
   tell("");
-  const ids = found.data.map((one) => one.id);
-  // The name alone is another name of the first plan.
-  const own = ids.filter((id) => id.startsWith(`${ids[0]}:`)); // and not those of an alias
-  const plans = own.length ? own : ids.slice(0, 1);
+  // The names alone are other names of the first plan.
+  const own = found.data.filter((one) => one.parent !== null);
+  const plans = (own.length ? own : found.data.slice(0, 1)).map((one) => one.id);
   const options = plans.map((id) => [id, id]);
   const first = select("Model", options, plans[0], choose, { id: "model" });
   const second = select("Beside it", [[NOBODY, "none"], ...options], plans[1] ?? NOBODY, choose, { id: "beside" });

@@ -129,7 +129,8 @@ def _serve(
         nodes = [node["Resources"] for node in cluster.nodes() if node["Alive"]]
         options = _options(ray, config, slots, nodes, config.loading["device"])
         count = f"{ray.replicas} replica{'s' * (ray.replicas != 1)}"
-        line = curl_line(url, example_completion(config.name), KEYS if settings.api_keys else None)
+        request = example_completion(config.name, settings.max_new_tokens)
+        line = curl_line(url, request, KEYS if settings.api_keys else None)
         welcome = [f"{config.name} is served at {url}", f"  by {count}", "", "Try:", line]
         serve_on(
             config,

@@ -159,7 +159,7 @@ def _draw(task: str, n: int, seed: int, tokenizer: Any) -> list[list[int]]:
         drawn = loaded.examples(n, seed=seed, split="train")
     except TaskError:
         drawn = loaded.examples(n, seed=seed)
-    prompts = [encode(example, tokenizer) for example in wrap(drawn, tokenizer)]
+    prompts = encode(wrap(drawn, tokenizer), tokenizer)
     texts = [
         tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt for prompt in prompts
     ]

@@ -3,14 +3,12 @@
 from collections.abc import Callable
 
 import attrs
-import torch
 
+from kvpolicy.errors import is_out_of_memory
 from kvpolicy.lab.bench.contenders.contender import Contender
 from kvpolicy.lab.bench.workload import Decode
 
 _MOST_STEPS = 16  # of a trial: enough for the copy that a compaction makes
-
-_OUT_OF_MEMORY = "not enough memory"  # of torch on a CPU, which raises a plain `RuntimeError`
 
 
 def best_batch(
@@ -38,7 +36,7 @@ def best_batch(
             steps = min(work.steps, _MOST_STEPS)
             measured = contender.decode(attrs.evolve(work, batch=batch, steps=steps))
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             tell(f"batch {batch}: not enough memory")
             return False
@@ -69,8 +67,3 @@ def largest_batch(fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    is_known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return is_known or _OUT_OF_MEMORY in str(error)
