@@ -2,21 +2,19 @@
 
 A decode step stores one new row in every slot and attends from it to the rows that the slot holds.
 Its tensors have fixed shapes and fixed addresses; how many rows a slot holds is one of them, and is
-read where the rows are attended to. An eager forward attends from many tokens to rows that the
-cache has stored and gathered before.
+read where the rows are attended to. Eager forwards, of many tokens, attend in torch on every
+device, see `kvpolicy.attention.eager`.
 
-Shapes: ``W`` slots, ``H_q`` query heads, ``H_kv`` KV heads, ``R`` rows of a slab, head size ``D``;
-in an eager forward ``B`` sequences, ``L`` new tokens and ``T`` rows.
+Shapes: ``W`` slots, ``H_q`` query heads, ``H_kv`` KV heads, ``R`` rows of a slab, head size ``D``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 import attrs
 from torch import Tensor
 
 from kvpolicy.attention.accumulators import ACCUMULATORS
-from kvpolicy.attention.softmax import Softmax
 
 
 @attrs.frozen(eq=False)
@@ -123,7 +121,7 @@ Compact = Callable[..., None]
 
 
 class AttentionBackend(Protocol):
-    """What stores, attends, accumulates and moves rows on one kind of device.
+    """What stores, attends, accumulates and moves rows in decode steps on one kind of device.
 
     Attributes:
         compact: Moves rows within their slab; ``None``: they move by way of a copy.
@@ -133,56 +131,3 @@ class AttentionBackend(Protocol):
 
     def bind(self, layer: DecodeLayer) -> Decode:
         """The attention of a layer whose tensors stay where they are."""
-
-    def attend(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        *,
-        scaling: float,
-        softmax: Softmax,
-        accumulated: Mapping[str, Tensor],
-        is_real: Tensor | None = None,
-    ) -> Tensor:
-        """Attend from new tokens to rows, of which those of the new tokens are the last.
-
-        Args:
-            queries: Queries after RoPE, ``[B, H_q, L, D]``.
-            keys: ``[B, H_kv, T, D]``.
-            values: ``[B, H_kv, T, D]``.
-            mask: Rows each query may see, bool ``[B, 1 or H_kv, L, T]``; ``None``: all.
-            scaling: Factor on the logits.
-            softmax: The layer's softmax.
-            accumulated: Accumulators by name, ``[B, H_kv, T]`` each, fp32; changed in place.
-            is_real: Tokens that are no pads, bool ``[B, L]``; ``None``: all.
-
-        Returns:
-            ``[B, H_q, L, D]``.
-        """
-
-    def attend_beside(
-        self,
-        queries: Tensor,
-        held: tuple[Tensor, Tensor],
-        own: tuple[Tensor, Tensor],
-        visible: Tensor,
-        *,
-        scaling: float,
-        softmax: Softmax,
-    ) -> Tensor:
-        """Attend from tokens to rows of the cache and to their own rows, which are beside it.
-
-        Args:
-            queries: Queries after RoPE, ``[B, H_q, L, D]``.
-            held: Keys and values of the cache, ``[B, H_kv, T, D]`` each.
-            own: Those of the tokens, ``[B, H_kv, N, D]`` each.
-            visible: What each query sees of the first, then of the others, bool
-                ``[B, 1 or H_kv, L, T + N]``.
-            scaling: Factor on the logits.
-            softmax: The layer's softmax.
-
-        Returns:
-            ``[B, H_q, L, D]``.
-        """

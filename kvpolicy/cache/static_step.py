@@ -377,6 +377,7 @@ class StaticStep:
     def _open(self, layer_idx: int) -> DecodeLayer:
         """What attention in a layer reads and changes."""
         layer, served = self.cache.layers[layer_idx], slice(self.width)
+        assert layer.store.is_plain, "rows in another form are read by eager steps only"
         tracks = {name: track[served] for name, track in layer.tracks.items()}
         accumulated = [tracks.pop(name) for name in layer.accumulators]
         return DecodeLayer(

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvpolicy.attention import eager
 from kvpolicy.attention.base import window_factor
-from kvpolicy.attention.choose import backend_for
 from kvpolicy.attention.softmax import PLAIN, Softmax
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.static_step import StaticStep
@@ -48,17 +48,16 @@ def attend(
     layer.softmax = softmax
     if opened.remembers:
         opened.remember(_as_policies_read(queries, scaling))
-    backend = backend_for(keys.device, keys.dtype)
     if opened.held is not None:
         visible = opened.mask
         assert visible is not None, "rows beside the slabs are seen by later tokens only"
-        return backend.attend_beside(
+        return eager.attend_beside(
             queries, opened.held, (keys, values), visible, scaling=scaling, softmax=softmax
         )
     accumulated = {
         name: keys.new_zeros(keys.shape[:3], dtype=torch.float32) for name in layer.accumulators
     }
-    output = backend.attend(
+    output = eager.attend(
         queries,
         keys,
         values,

@@ -68,7 +68,6 @@ class GraphRunner:
 
     Attributes:
         problem: Why steps run without graphs; ``None``: they are replayed.
-        num_captured: Graphs captured so far.
     """
 
     problem: str | None = None
@@ -82,7 +81,6 @@ class GraphRunner:
             forward: What is captured.
             capture: Captures a function; default: as a CUDA graph.
         """
-        self.num_captured = 0
         self._forward = forward
         self._capture = capture or CudaGraphs()
         self._graphs: dict[tuple[object, ...], Graph] = {}
@@ -118,8 +116,6 @@ class GraphRunner:
         except RuntimeError as error:  # of CUDA, of Triton's compiler, of kernels that wait
             self.problem = f"a step cannot be captured: {error_summary(error)}"
             self._graphs.clear()
-        else:
-            self.num_captured += 1
 
     def _note_changes(self, module: nn.Module, step: StaticStep) -> None:
         """Forget graphs that speak of other addresses than those of now."""

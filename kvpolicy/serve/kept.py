@@ -91,10 +91,7 @@ def held_rows(run: Run, number: int) -> dict[str, Any] | None:
         return None
     cache, slot = run.cache, seq.slot
     rows = [int(num) for num in cache.rows[:, slot]]
-    heads = [
-        layer.held(slot, num_rows, layer.positions)
-        for layer, num_rows in zip(cache.layers, rows, strict=True)
-    ]
+    heads = [layer.held(slot, layer.stack.positions) for layer in cache.layers]
     return _counted(heads, rows, int(cache.seq_len[slot]))
 
 

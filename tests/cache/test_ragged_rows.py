@@ -14,7 +14,6 @@ from strategies import seeds
 from torch import Tensor
 
 from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.layouts.ragged import Ragged
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 
@@ -80,10 +79,11 @@ class Sequences:
         for slot, layers in self.rows.items():
             for layer, heads in enumerate(layers):
                 part = self.cache.layers[layer]
+                stack = part.stack
                 num_rows = int(self.cache.rows[layer, slot])
                 found = [
-                    part.held(slot, num_rows, slab)
-                    for slab in (part.positions, part.keys, part.tracks["mark"])
+                    part.held(slot, slab)
+                    for slab in (stack.positions, stack.keys, stack.tracks["mark"])
                 ]
                 for head, positions in enumerate(heads):
                     assert found[0][head].tolist() == positions
@@ -202,27 +202,23 @@ def filled(heads: int, counts: Any, seed: int) -> KVCache:
     return cache
 
 
-def test_numbers_that_are_still_on_their_way_follow_their_slot(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a GPU the host learns later how many rows the fullest head has kept."""
+def test_the_rows_of_the_fullest_head_follow_their_slot() -> None:
+    """The host learns how many a compaction has left when it needs to know."""
     for happens in ("nothing", "moves", "is exchanged", "is cleared"):
         cache, sequences = (built := new_cache(2, 3)), Sequences(built, 2)
         sequences.admit(0)
         sequences.store([0], [CAPACITY])
-        with monkeypatch.context() as patch:
-            patch.setattr(Ragged, "_read_leads", lambda self: None)
-            rows = LayerRows(cache, 0, [0])
-            rows.budget = BUDGET
-            mask = torch.ones(1, 2, CAPACITY, dtype=torch.bool)
-            mask[0, 1, 1:] = False
-            rows.keep(mask)
-            if happens == "moves":
-                cache.move(0, 2)
-            elif happens == "is exchanged":
-                cache.swap(1, 0)
-            elif happens == "is cleared":
-                cache.clear(0)
+        rows = LayerRows(cache, 0, [0])
+        rows.budget = BUDGET
+        mask = torch.ones(1, 2, CAPACITY, dtype=torch.bool)
+        mask[0, 1, 1:] = False
+        rows.keep(mask)
+        if happens == "moves":
+            cache.move(0, 2)
+        elif happens == "is exchanged":
+            cache.swap(1, 0)
+        elif happens == "is cleared":
+            cache.clear(0)
         expected = {
             "nothing": [7, 0, 0],
             "moves": [0, 0, 7],
@@ -238,8 +234,10 @@ def test_a_larger_slab_has_the_rows_of_the_smaller_one(seed: int, by: int) -> No
     cache.layers[0].tracks["mark"].copy_(cache.layers[0].positions)
 
     def held() -> list[Tensor]:
-        layer, num = cache.layers[0], int(cache.rows[0, 1])
-        return [rows for slab in layer.slabs for rows in layer.held(1, num, slab)]
+        layer = cache.layers[0]
+        stack = layer.stack
+        slabs = (*stack.store.tensors, stack.positions, *stack.tracks.values())
+        return [rows for slab in slabs for rows in layer.held(1, slab)]
 
     before = [rows.clone() for rows in held()]
     cache.grow([Slab(CAPACITY + by, tracks=("mark",), ragged=True)] * NUM_LAYERS)

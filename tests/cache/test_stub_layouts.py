@@ -26,6 +26,7 @@ from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.cache.slab import KVCache
 from kvpolicy.cache.slot_contents import copy_slot, fill_slot
 from kvpolicy.cache.stack import Stack
+from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.cache.store import RowStore
 
 
@@ -99,6 +100,14 @@ def test_rows_in_8_bits_run_in_every_layout(kind: str, monkeypatch: pytest.Monke
     assert bool(max(evicted)) == (kind != "a whole window")
     assert all(map(torch.equal, sum(held, ()), sum(rows, ())))
     assert len(held) == 6
+
+
+def test_a_static_step_does_not_read_rows_in_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowLayout, "store", Int8Store)
+    shape = LayerShape(2, 2, 4, torch.float32, torch.device("cpu"))
+    step = StaticStep(KVCache([shape], [Slab(4)], 1))
+    with pytest.raises(AssertionError):
+        step.begin([1], [])
 
 
 def test_a_slot_of_8_bits_is_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from strategies import seeds
 from torch import Tensor
 
+from kvpolicy.attention import eager
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.softmax import PLAIN, Softmax
-from kvpolicy.attention.torch_backend import eager
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.model import attention

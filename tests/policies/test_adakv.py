@@ -191,7 +191,7 @@ def test_heads_of_an_engine_hold_different_numbers_of_rows(stack: list[str]) -> 
     )
     for _ in range(20):
         run.step()
-    layer, num_rows = run.cache.layers[0], int(run.cache.rows[0, 0])
-    counts = [len(of_head) for of_head in layer.held(0, num_rows, layer.positions)]
+    layer = run.cache.layers[0]
+    counts = [len(of_head) for of_head in layer.held(0, layer.stack.positions)]
     assert len(set(counts)) > 1
     assert sum(counts) <= (16 + 4) * len(counts)

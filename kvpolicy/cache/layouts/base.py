@@ -14,6 +14,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import setitem
 from typing import Any
 
 import attrs
@@ -81,8 +82,6 @@ class Layer:
         slab: What it stores for a slot.
         softmax: The softmax that the layer used in its last forward.
         tensors: Everything that belongs to this layer; the first axis is always the slot.
-        slides: Whether its oldest row leaves when a token comes to a full slab, so that it takes
-            any number of tokens without a compaction.
     """
 
     def __init__(self, index: int, stack: Stack, place: int) -> None:
@@ -90,9 +89,17 @@ class Layer:
         self.index, self.stack, self.first = index, stack, place * stack.num_slots
         self.shape, self.slab = stack.shape, stack.slab
         self.softmax = PLAIN
-        self.slides = False
         self.slots = slice(self.first, self.first + stack.num_slots)
         self.tensors = [tensor[self.slots] for tensor in stack.tensors]
+
+    @property
+    def slides(self) -> bool:
+        """Whether slabs hold a whole sliding window.
+
+        Then the oldest row leaves when a token comes to a full one, and a slot takes any number of
+        tokens without a compaction.
+        """
+        return self.slab.capacity == self.shape.sliding_window
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +113,6 @@ class Layout(ABC):
     Attributes:
         layers: Their numbers.
         own: The same as an index into the numbers of all layers.
-        numbers: What the layout itself knows of the slots; the last axis is the slot.
     """
 
     layers: list[int]
@@ -114,7 +120,6 @@ class Layout(ABC):
 
     def __init__(self, counts: Counts) -> None:
         self.counts = counts
-        self.numbers: list[np.ndarray] = []
 
     def attach(self, layers: Sequence[Any]) -> None:
         """Take its layers, in order, as they are now: they may have grown."""
@@ -161,6 +166,11 @@ class Layout(ABC):
         del slots, num_new, num_left
 
     # What happens to a slot
+
+    @property
+    def numbers(self) -> list[np.ndarray]:
+        """What the layout itself knows of the slots; the last axis is the slot."""
+        return []
 
     @abstractmethod
     def copy(self, layer: Layer, slot: int, newest: int | None, without: int) -> Contents:
@@ -235,11 +245,6 @@ class RowLayout(Layout):
         """Tensors by name that each slot has beside its rows, as they are in an empty slot."""
         del shape, slab
         return {}
-
-    def slides(self, layer: "LayerCache") -> bool:
-        """Whether the oldest row leaves a full slab when a token comes."""
-        del layer
-        return False
 
     def widen(self, old: Layer, new: Layer) -> None:
         """Copy the rows of a layer to larger slabs."""
@@ -331,49 +336,27 @@ class RowLayout(Layout):
         """The rows of slots that may hold different numbers of them."""
 
     @abstractmethod
-    def newest(self, layer: "LayerCache", slab: Tensor, slot: int, rows: int, num: int) -> Tensor:
-        """See `LayerCache.newest`."""
-
-    @abstractmethod
-    def put_newest(
-        self, layer: "LayerCache", slab: Tensor, slot: int, rows: int, new: Tensor
-    ) -> None:
-        """See `LayerCache.put_newest`."""
-
-    @abstractmethod
-    def segments(self, layer: "LayerCache", slab: Tensor, slot: int) -> list[Tensor]:
-        """See `LayerCache.segments`."""
-
-    @abstractmethod
     def place(self, layer: "LayerCache", slot: int, held: LayerContents) -> "Span":
         """Give an empty slot places for all rows of some contents."""
 
     def copy(self, layer: Layer, slot: int, newest: int | None, without: int) -> LayerContents:
         """A copy of the rows of a slot."""
         assert isinstance(layer, LayerCache)
-        counts, place = self.counts, (layer.index, slot)
+        counts, stack, place = self.counts, layer.stack, (layer.index, slot)
         num_rows = int(counts.rows[place]) - without
-        whole = self.all_rows(layer, [layer.index], [slot])
-        end = whole.num_rows - without
-
-        def copied(slab: Tensor, in_stack: Tensor, *, all_of_it: bool = False) -> Tensor:
-            if newest is None or all_of_it:
-                return whole.read(in_stack)[0, :, :end].clone()
-            return self.newest(layer, slab, slot, num_rows, newest).clone()
-
-        def decoded(slabs: Sequence[Tensor], in_stack: Sequence[Tensor]) -> Tensor:
-            return layer.store.decode(list(map(copied, slabs, in_stack)))
-
-        stack = layer.stack
+        held = layer.rows_of(slot)
+        every = held.part(0, held.num_rows - without)
+        chosen = every if newest is None else every.part(every.num_rows - newest, every.num_rows)
+        keys, values = read_rows(chosen, stack)
         seq_len = int(counts.seq_len[slot]) - without
         return LayerContents(
-            decoded(layer.store.keys, stack.store.keys),
-            decoded(layer.store.values, stack.store.values),
-            copied(layer.positions, stack.positions),
+            keys[0].clone(),
+            values[0].clone(),
+            chosen.read(stack.positions)[0].clone(),
             {
                 # Those of older rows have changed, too.
-                name: copied(track, stack.tracks[name], all_of_it=name in layer.accumulators)
-                for name, track in layer.tracks.items()
+                name: (every if name in layer.accumulators else chosen).read(track)[0].clone()
+                for name, track in stack.tracks.items()
             },
             None if layer.window is None else layer.window[slot, :, :seq_len].clone(),
             int(counts.compacted_at[place]),
@@ -428,10 +411,6 @@ class Around(RowLayout):
         """Tensors that each slot has beside its rows."""
         return self.inner.empty_tables(shape, slab)
 
-    def slides(self, layer: "LayerCache") -> bool:
-        """Whether the oldest row leaves a full slab when a token comes."""
-        return self.inner.slides(layer)
-
     def room(self, slots: Sequence[int]) -> np.ndarray:
         """Tokens that these slots take, ``[n, B]``."""
         return self.inner.room(slots)
@@ -448,22 +427,10 @@ class Around(RowLayout):
         """Follow new tokens."""
         self.inner.count(slots, num_new, num_left)
 
-    def clear(self, slot: int) -> None:
-        """Forget a slot."""
-        self.inner.clear(slot)
-
-    def move(self, source: int, target: int) -> None:
-        """Follow a sequence to another slot."""
-        self.inner.move(source, target)
-
-    def swap(self, first: int, second: int) -> None:
-        """Follow two sequences that are exchanged."""
-        self.inner.swap(first, second)
-
-    def take(self, source: Layout, slots: Sequence[int]) -> None:
-        """Take over what another cache knows of its slots."""
-        assert isinstance(source, Around)
-        self.inner.take(source.inner, slots)
+    @property
+    def numbers(self) -> list[np.ndarray]:
+        """What the layout knows of the slots."""
+        return self.inner.numbers
 
     def all_rows(self, layer: "LayerCache", layers: Sequence[int], slots: Sequence[int]) -> "Span":
         """The rows that some slots hold."""
@@ -490,20 +457,6 @@ class Around(RowLayout):
     def columns(self, layer: "LayerCache", slots: Sequence[int]) -> "Columns":
         """The rows of slots that may hold different numbers of them."""
         return self.inner.columns(layer, slots)
-
-    def newest(self, layer: "LayerCache", slab: Tensor, slot: int, rows: int, num: int) -> Tensor:
-        """The newest rows of a slot."""
-        return self.inner.newest(layer, slab, slot, rows, num)
-
-    def put_newest(
-        self, layer: "LayerCache", slab: Tensor, slot: int, rows: int, new: Tensor
-    ) -> None:
-        """Write the newest rows of a slot."""
-        self.inner.put_newest(layer, slab, slot, rows, new)
-
-    def segments(self, layer: "LayerCache", slab: Tensor, slot: int) -> list[Tensor]:
-        """The places of each head."""
-        return self.inner.segments(layer, slab, slot)
 
     def place(self, layer: "LayerCache", slot: int, held: LayerContents) -> "Span":
         """Places for all rows of some contents."""
@@ -537,7 +490,6 @@ class LayerCache(Layer):
         self.window = None if stack.window is None else stack.window[self.slots]
         bounds = stack.tables.get("bounds")
         self.bounds = None if bounds is None else bounds[self.slots]
-        self.slides = layout.slides(self)
 
     @property
     def keys(self) -> Tensor:
@@ -554,37 +506,17 @@ class LayerCache(Layer):
         """What has a place for every row, as it is stored; the first axis is always the slot."""
         return [*self.store.tensors, self.positions, *self.tracks.values()]
 
-    def newest(self, slab: Tensor, slot: int, num_rows: int, num: int) -> Tensor:
-        """The newest rows of a slot in one of `slabs`, ``[H_kv, num, ...]``.
+    def rows_of(self, slot: int) -> "Span":
+        """All rows that a slot holds, as one entry."""
+        return self.layout.all_rows(self, [self.index], [slot])
 
-        All of them have come since the last compaction, so every head has them.
-
-        Args:
-            slab: The slab.
-            slot: The slot.
-            num_rows: Rows that a head holds, see `KVCache`.
-            num: How many to give.
-        """
-        return self.layout.newest(self, slab, slot, num_rows, num)
-
-    def put_newest(self, slab: Tensor, slot: int, num_rows: int, new: Tensor) -> None:
-        """Write the newest rows of a slot, ``[H_kv, num, ...]``; see `newest`."""
-        self.layout.put_newest(self, slab, slot, num_rows, new)
-
-    def held(self, slot: int, num_rows: int, slab: Tensor) -> list[Tensor]:
-        """The rows of each KV head of a slot in one of `slabs`, without the free ones.
-
-        Args:
-            slot: The slot.
-            num_rows: Rows that a head holds in the mean, see `KVCache`.
-            slab: The slab.
-        """
-        num_free = self.slab.capacity - num_rows
-        return [one[: len(one) - num_free] for one in self.segments(slot, slab)]
-
-    def segments(self, slot: int, slab: Tensor) -> list[Tensor]:
-        """The places of each KV head of a slot in one of `slabs`: its rows, then free ones."""
-        return self.layout.segments(self, slab, slot)
+    def held(self, slot: int, slab: Tensor) -> list[Tensor]:
+        """The rows of each KV head of a slot in one of the slabs of the stack."""
+        span = self.rows_of(slot)
+        rows = span.read(slab)[0]
+        if span.absent is None:
+            return list(rows)
+        return [one[~absent] for one, absent in zip(rows, span.absent[0], strict=True)]
 
 
 class Entries:
@@ -641,6 +573,10 @@ class Span(ABC):
     def absent(self) -> Tensor | None:
         """Columns that a head has no row for, bool ``[B, H_kv, T]``; ``None``: there are none."""
         return None
+
+    @abstractmethod
+    def part(self, first: int, end: int) -> "Span":
+        """Those of these rows from one column up to another."""
 
     @abstractmethod
     def read(self, slab: Tensor) -> Tensor:
@@ -744,7 +680,7 @@ class OpenRows(ABC):
         if ring is not None:
             sequences, columns, slots, places = self.tokens.newest(ring.shape[2], ring.device)
             newest = queries[sequences, :, columns]
-            self._at_commit.append(partial(_put_queries, ring, slots, places, newest))
+            self._at_commit.append(partial(setitem, ring, (slots, slice(None), places), newest))
 
     def commit(self) -> None:
         """Make what has been noted part of the slots; the cache counts the rows."""
@@ -757,10 +693,46 @@ class OpenRows(ABC):
         self._at_commit = []
 
 
-def _put_queries(ring: Tensor, slots: Tensor, places: Tensor, newest: Tensor) -> None:
-    ring[slots, :, places] = newest
+class OpenSlabs(OpenRows):
+    """A layer during a forward whose new rows are in free places of its slabs."""
 
+    @abstractmethod
+    def put(self, slab: Tensor, new: Tensor | int) -> None:
+        """Write the new rows of a slab, ``[N, H_kv, ...]``."""
 
-def add_to(track: Tensor, index: tuple[slice | list[int], ...], received: Tensor) -> None:
-    """Add what rows have received to an accumulator, at an index of its track."""
-    track[index] += received
+    @abstractmethod
+    def read(self, slab: Tensor) -> Tensor:
+        """The rows of a slab to attend to, ``[B, H_kv, T, ...]``."""
+
+    @abstractmethod
+    def add(self, track: Tensor, received: Tensor) -> None:
+        """Add numbers ``[B, H_kv, T]`` to a track of the rows attended to."""
+
+    def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new rows behind those held."""
+        store, tokens = self.layer.store, self.tokens
+        for slabs, new in ((store.keys, keys), (store.values, values)):
+            for slab, rows in zip(slabs, store.encode(tokens.real(new)), strict=True):
+                self.put(slab, rows)
+        positions = self.layer.positions
+        self.put(positions, tokens.on(positions.device).positions[:, None])
+        all_keys, all_values = (
+            store.decode([self.read(slab) for slab in side]) for side in (store.keys, store.values)
+        )
+        return all_keys, all_values
+
+    def receive(self, name: str, received: Tensor) -> None:
+        """Note what the rows attended to have received."""
+        self._at_commit.append(partial(self.add, self.layer.tracks[name], received))
+
+    def annotate(self, name: str, numbers: Tensor) -> None:
+        """Note numbers of the new rows."""
+        track = self.layer.tracks[name]
+        self._at_commit.append(partial(self.put, track, numbers.to(track.dtype)))
+
+    def discard(self) -> None:
+        """Empty the places of the new rows."""
+        super().discard()
+        for slab in self.layer.store.tensors:
+            self.put(slab, 0)
+        self.put(self.layer.positions, -1)

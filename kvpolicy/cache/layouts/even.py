@@ -1,7 +1,6 @@
 """Even slabs: every KV head of a slot holds equally many rows, which are the first of its slab."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import attrs
 import numpy as np
@@ -17,9 +16,9 @@ from kvpolicy.cache.layouts.base import (
     Kept,
     LayerCache,
     OpenRows,
+    OpenSlabs,
     RowLayout,
     Span,
-    add_to,
 )
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.stack import SlabStack, slot_index
@@ -50,20 +49,6 @@ class Even(RowLayout):
         present = upload(np.arange(num_rows) < rows[:, None], layer.shape.device)[:, None]
         return Columns(lambda slab: slab[held], present)
 
-    def newest(self, layer: LayerCache, slab: Tensor, slot: int, rows: int, num: int) -> Tensor:
-        """The last rows of a slot."""
-        return slab[slot, :, rows - num : rows]
-
-    def put_newest(
-        self, layer: LayerCache, slab: Tensor, slot: int, rows: int, new: Tensor
-    ) -> None:
-        """Write the last rows of a slot."""
-        slab[slot, :, rows - new.shape[1] : rows] = new
-
-    def segments(self, layer: LayerCache, slab: Tensor, slot: int) -> list[Tensor]:
-        """The slab of each head."""
-        return list(slab[slot])
-
     def place(self, layer: LayerCache, slot: int, held: LayerContents) -> Span:
         """The first rows of the slot."""
         return EvenSpan(self.entries(layer, [layer.index], [slot]), held.num_rows)
@@ -75,6 +60,10 @@ class EvenSpan(Span):
     def __init__(self, entries: Entries, num_rows: int, first: int = 0) -> None:
         """Take entries, and the rows of each."""
         self.entries, self.num_rows, self.first = entries, num_rows, first
+
+    def part(self, first: int, end: int) -> Span:
+        """Some of these rows."""
+        return EvenSpan(self.entries, end - first, self.first + first)
 
     def read(self, slab: Tensor) -> Tensor:
         """These rows; a view if the entries are in equal steps."""
@@ -124,8 +113,9 @@ class EvenSpan(Span):
         """Places of rows among those of all entries and heads of a slab, ``[B, H_kv, K]``."""
         num_heads, capacity = slab.shape[1:3]
         heads = torch.arange(num_heads, device=keep.device)
-        first = (self.entries.places[:, None] * num_heads + heads) * capacity
-        return keep + (first + self.first)[..., None]
+        slabs = (self.entries.places[:, None] * num_heads + heads) * capacity
+        starts = self.starts
+        return keep + (slabs if starts is None else slabs + starts[:, None])[..., None]
 
     def _in_place(self, keep: Tensor, compact: Compact) -> _Move:
         """Moves rows within their slab."""
@@ -168,16 +158,12 @@ class Where:
     """Where the new rows of a forward go in layers that hold equally many.
 
     Attributes:
-        slots: Slot of each new row, ``[N]``.
-        rows: Its row in the slab, ``[N]``.
-        positions: Position of its token in its sequence, ``[N]``.
+        rows: Row of each new token in the slab of its slot, ``[N]``.
         num_rows: Rows to attend to: those of the fullest slot.
         mask: Rows each query may see, bool ``[B, 1, L, T]``; ``None``: all.
     """
 
-    slots: Tensor
     rows: Tensor
-    positions: Tensor
     num_rows: int
     mask: Tensor | None
 
@@ -209,59 +195,30 @@ def _where(tokens: NewTokens, before: np.ndarray, device: torch.device, reach: i
         if reach is not None:
             visible &= np.arange(num_rows) > newest - reach
         mask = torch.from_numpy(visible)[:, None].to(device)
-    ones = tokens.on(device)
-    return Where(ones.slots, tokens.rows(before, device), ones.positions, num_rows, mask)
+    return Where(tokens.rows(before, device), num_rows, mask)
 
 
-class OpenEven(OpenRows):
-    """New rows in the first free places of the slabs."""
+class OpenEven(OpenSlabs):
+    """New rows in the first free places of the slabs; what is read is a view if it can be."""
 
     def __init__(
         self, layer: LayerCache, tokens: NewTokens, before: np.ndarray, reach: int | None = None
     ) -> None:
         """Begin a forward of slots that hold so many rows, ``[B]``; see `where_rows_go`."""
         super().__init__(layer, tokens)
-        self.where = where_rows_go(tokens, before, layer.shape.device, reach)
-        self.mask = self.where.mask
+        where = where_rows_go(tokens, before, layer.shape.device, reach)
+        self.mask = where.mask
+        self._new = (tokens.on(layer.shape.device).slots, slice(None), where.rows)
+        self._held = (tokens.served, slice(None), slice(where.num_rows))
 
-    def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new rows behind those held; returns views if slots are in equal steps."""
-        layer, where = self.layer, self.where
-        for slab, rows in zip(*self._new(keys, values), strict=True):
-            slab[where.slots, :, where.rows] = rows
-        held = (self.tokens.served, slice(None), slice(where.num_rows))
-        store = layer.store
-        all_keys, all_values = (
-            store.decode([slab[held] for slab in side]) for side in (store.keys, store.values)
-        )
-        return all_keys, all_values
+    def put(self, slab: Tensor, new: Tensor | int) -> None:
+        """Write the new rows of a slab."""
+        slab[self._new] = new
 
-    def _new(self, keys: Tensor, values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The slabs that rows are stored in, and what of the new rows each of them stores."""
-        store, real = self.layer.store, self.tokens.real
-        new = [*store.encode(real(keys)), *store.encode(real(values))]
-        return [*store.tensors, self.layer.positions], [*new, self.where.positions[:, None]]
+    def read(self, slab: Tensor) -> Tensor:
+        """The first rows of a slab; a view if slots are in equal steps."""
+        return slab[self._held]
 
-    def receive(self, name: str, received: Tensor) -> None:
-        """Note what the rows attended to have received."""
-        rows = (self.tokens.served, slice(None), slice(self.where.num_rows))
-        track = self.layer.tracks[name]
-        self._at_commit.append(partial(add_to, track, rows, received))
-
-    def annotate(self, name: str, numbers: Tensor) -> None:
-        """Note numbers of the new rows."""
-        where = (self.where.slots, self.where.rows)
-        self._at_commit.append(partial(put_rows, self.layer.tracks[name], where, numbers))
-
-    def discard(self) -> None:
-        """Empty the places of the new rows."""
-        super().discard()
-        where = (self.where.slots, slice(None), self.where.rows)
-        for slab in self.layer.store.tensors:
-            slab[where] = 0
-        self.layer.positions[where] = -1
-
-
-def put_rows(slab: Tensor, where: tuple[Tensor, Tensor], new: Tensor) -> None:
-    """Write rows ``[N, H_kv, ...]`` of a slab, each in a slot and a row of it."""
-    slab[where[0], :, where[1]] = new.to(slab.dtype)
+    def add(self, track: Tensor, received: Tensor) -> None:
+        """Add to the first numbers of a track."""
+        track[self._held] += received

@@ -93,12 +93,17 @@ class UnequalRows(RowsBehind):
     def __init__(self, entries: Entries, num_rows: int, before: np.ndarray) -> None:
         """Take the rows before these, ``[B]``."""
         super().__init__(entries, num_rows, int(before.max()))
+        self._before = before
         self._starts = upload(before, entries.places.device)
 
     @property
     def starts(self) -> Tensor:
         """First row of each entry, ``[B]``."""
         return self._starts
+
+    def part(self, first: int, end: int) -> Span:
+        """Some of these rows."""
+        return UnequalRows(self.entries, end - first, self._before + first)
 
     def read(self, slab: Tensor) -> Tensor:
         """These rows, a copy."""
@@ -114,13 +119,6 @@ class UnequalRows(RowsBehind):
             size = (len(self.entries), slab.shape[1], end - start, *slab.shape[3:])
             whole = rows.to(slab.dtype).expand(size)
             slab.flatten(0, 2).index_copy_(0, index, whole.flatten(0, 2))
-
-    def row_index(self, keep: Tensor, slab: Tensor) -> Tensor:
-        """Places of rows among those of all entries and heads of a slab, ``[B, H_kv, K]``."""
-        num_heads, capacity = slab.shape[1:3]
-        heads = torch.arange(num_heads, device=keep.device)
-        first = (self.entries.places[:, None] * num_heads + heads) * capacity
-        return keep + (first + self._starts[:, None])[..., None]
 
     def _rows_from(self, start: int, end: int, slab: Tensor) -> Tensor:
         return self.row_index(torch.arange(start, end, device=self._starts.device), slab)

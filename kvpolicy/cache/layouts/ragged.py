@@ -7,10 +7,9 @@ mask, and the segments are packed again, side by side.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
-from itertools import pairwise
 
-import attrs
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,8 +21,8 @@ from kvpolicy.cache.layouts.base import (
     Entries,
     Kept,
     LayerCache,
-    Layout,
     OpenRows,
+    OpenSlabs,
     RowLayout,
     Span,
     read_rows,
@@ -40,28 +39,17 @@ from kvpolicy.cache.stack import SlabStack, slot_index
 from kvpolicy.devices import Download, upload
 
 
-@attrs.frozen(eq=False)
-class _ComingLead:
-    """`Ragged.lead` of slots ``slots`` in layers ``layers``, -1 for slots that are empty again."""
-
-    layers: np.ndarray
-    slots: np.ndarray
-    leads: Download
-
-
 class Ragged(RowLayout):
     """Slabs that are pools of ``H_kv * capacity`` rows, in which heads have segments.
 
-    Attributes:
-        lead: Rows that the fullest head of a slot holds more than `Counts.rows` says,
-            ``[layers, S]``. May be negative. `fullest` is up to date on a GPU, too.
+    Its *lead* is how many rows the fullest head of a slot holds more than `Counts.rows` says. It
+    may be negative. Only the device knows it after a compaction; it is read when it is needed.
     """
 
     def __init__(self, counts: Counts) -> None:
         super().__init__(counts)
-        self.lead = np.zeros_like(counts.rows)
-        self.numbers = [self.lead]
-        self._coming: list[_ComingLead] = []
+        self._lead = np.zeros_like(counts.rows)
+        self._coming: list[tuple[Sequence[int], Sequence[int], Download]] = []
 
     def empty_tables(self, shape: LayerShape, slab: Slab) -> dict[str, Tensor]:
         """The bounds of the segments."""
@@ -78,52 +66,23 @@ class Ragged(RowLayout):
 
     # Counts
 
+    @property
+    def numbers(self) -> list[np.ndarray]:
+        """The lead of each slot in each layer; waits for the last compaction, if it is not done."""
+        for layers, slots, leads in self._coming:
+            self._lead[layers, slots] = leads.read()
+        self._coming = []
+        return [self._lead]
+
     def fullest(self, layer_idx: int, slots: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Rows of the fullest head; waits for the last compaction, if it is not done."""
-        self._read_leads()
-        chosen = np.asarray(slots)
-        most: np.ndarray = self.counts.rows[layer_idx, chosen] + self.lead[layer_idx, chosen]
+        """Rows of the fullest head."""
+        (leads,), chosen = self.numbers, np.asarray(slots)
+        most: np.ndarray = self.counts.rows[layer_idx, chosen] + leads[layer_idx, chosen]
         return most
 
     def note_leads(self, layers: Sequence[int], slots: Sequence[int], leads: Tensor) -> None:
-        """Note `lead` of some slots, each in a layer, ``[B]``, after a compaction."""
-        download = Download(leads)
-        self._coming.append(_ComingLead(np.array(layers), np.array(slots), download))
-        if leads.device.type == "cpu":
-            self._read_leads()
-
-    def _read_leads(self) -> None:
-        for one in self._coming:
-            here = one.slots >= 0
-            self.lead[one.layers[here], one.slots[here]] = one.leads.read()[here]
-        self._coming = []
-
-    def clear(self, slot: int) -> None:
-        """Forget a slot."""
-        for one in self._coming:
-            one.slots[one.slots == slot] = -1
-        super().clear(slot)
-
-    def move(self, source: int, target: int) -> None:
-        """Follow a sequence to another slot."""
-        for one in self._coming:
-            one.slots[one.slots == source] = target
-        super().move(source, target)
-
-    def swap(self, first: int, second: int) -> None:
-        """Follow two sequences that are exchanged."""
-        for one in self._coming:
-            one.slots[:] = np.select(
-                [one.slots == first, one.slots == second], [second, first], one.slots
-            )
-        super().swap(first, second)
-
-    def take(self, source: Layout, slots: Sequence[int]) -> None:
-        """Take over what another cache knows of its slots."""
-        assert isinstance(source, Ragged)
-        source._read_leads()
-        self._coming = []
-        super().take(source, slots)
+        """Note the leads of some slots, each in a layer, ``[B]``, after a compaction."""
+        self._coming.append((layers, slots, Download(leads)))
 
     # Rows
 
@@ -167,22 +126,6 @@ class Ragged(RowLayout):
         numbers = upload(rows, device)[:, None, None] + torch.arange(-num_columns, 0, device=device)
         return places_of(bounds_of(layer)[served], layer.slab.capacity, numbers)
 
-    def newest(self, layer: LayerCache, slab: Tensor, slot: int, rows: int, num: int) -> Tensor:
-        """The last rows of each segment."""
-        return slab[slot].flatten(0, 1)[_newest_places(layer, slot, rows, num)]
-
-    def put_newest(
-        self, layer: LayerCache, slab: Tensor, slot: int, rows: int, new: Tensor
-    ) -> None:
-        """Write the last rows of each segment."""
-        places = _newest_places(layer, slot, rows, new.shape[1])
-        slab[slot].flatten(0, 1)[places] = new.to(slab.dtype)
-
-    def segments(self, layer: LayerCache, slab: Tensor, slot: int) -> list[Tensor]:
-        """The segment of each head; reads the bounds of the slot."""
-        pool = slab[slot].flatten(0, 1)
-        return [pool[begin:end] for begin, end in pairwise(bounds_of(layer)[slot].tolist())]
-
     def place(self, layer: LayerCache, slot: int, held: LayerContents) -> Span:
         """Segments side by side."""
         counts = (held.positions >= 0).sum(dim=1)
@@ -199,13 +142,6 @@ def bounds_of(layer: LayerCache) -> Tensor:
     """The bounds of the segments of a layer, ``[S, H_kv + 1]``."""
     assert layer.bounds is not None, "these slabs are ragged"
     return layer.bounds
-
-
-def _newest_places(layer: LayerCache, slot: int, rows: int, num: int) -> Tensor:
-    bounds = bounds_of(layer)[slot : slot + 1]
-    numbers = torch.arange(rows - num, rows, device=bounds.device)
-    places, _ = places_of(bounds, layer.slab.capacity, numbers)
-    return places[0]
 
 
 class RaggedSpan(Span):
@@ -234,6 +170,13 @@ class RaggedSpan(Span):
     def absent(self) -> Tensor:
         """Columns that a head has no row for, bool ``[B, H_kv, T]``."""
         return ~self.present
+
+    def part(self, first: int, end: int) -> Span:
+        """Some of these columns."""
+        part = copy(self)
+        part.num_rows = end - first
+        part._places, part.present = self._places[:, :, first:end], self.present[:, :, first:end]
+        return part
 
     def read(self, slab: Tensor) -> Tensor:
         """These rows; 0, or -1 of positions, where a head has none."""
@@ -339,8 +282,8 @@ def _in_columns(new: Tensor | None, index: Tensor, num_rows: int) -> Tensor | No
     return wide.scatter_(2, index[..., None].expand_as(new), new)
 
 
-class OpenRagged(OpenRows):
-    """New rows behind those of each segment; attention gets all of them in columns."""
+class OpenRagged(OpenSlabs):
+    """New rows behind those of each segment; attention gets copies of all of them in columns."""
 
     def __init__(self, layer: LayerCache, tokens: NewTokens, layout: Ragged) -> None:
         super().__init__(layer, tokens)
@@ -350,50 +293,39 @@ class OpenRagged(OpenRows):
         bounds, capacity = bounds_of(layer), layer.slab.capacity
         after = before + tokens.lengths
         self._places, self._present = layout.places(layer, tokens.served, after, most)
-        ones = tokens.on(device)
-        self._slots, self._positions = ones.slots, ones.positions
         new = tokens.rows(before, device)
-        self._new_places, _ = places_of(bounds[self._slots], capacity, new[:, None, None])
+        ones = tokens.on(device)
+        new_places, _ = places_of(bounds[ones.slots], capacity, new[:, None, None])
+        self._new = (ones.slots[:, None], new_places[:, :, 0])
         # A query sees the rows before it, and its own column, also a pad, which has no row.
         column = torch.arange(most, device=device)
         own = torch.arange(most - tokens.width, most, device=device)[:, None]
         self.mask = (self._present[:, :, None] & (column <= own)) | (column == own)
         self._note_copy = counts.note_copy
 
+    def put(self, slab: Tensor, new: Tensor | int) -> None:
+        """Write the new rows of a slab."""
+        slab.flatten(1, 2)[self._new] = new
+
+    def read(self, slab: Tensor) -> Tensor:
+        """The rows of a slab in columns, a copy; 0 where there is no row."""
+        return in_columns(self.tokens.served, self._places, self._present, slab)
+
+    def add(self, track: Tensor, received: Tensor) -> None:
+        """Add to a track where columns have a row."""
+        pools = track[self.tokens.served].flatten(1)
+        held = pools.gather(1, self._places.flatten(1)).reshape(self._places.shape) + received
+        size = pools.shape[1]
+        # What a head has no row for goes behind the pool, and is left out.
+        targets = torch.where(self._present, self._places, size).flatten(1)
+        wider = torch.cat([pools, pools[:, :1]], dim=1).scatter_(1, targets, held.flatten(1))
+        track[self.tokens.served] = wider[:, :size].view(-1, *track.shape[1:])
+
     def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new rows; returns copies of all."""
-        store, real = self.layer.store, self.tokens.real
-        new = [*store.encode(real(keys)), *store.encode(real(values)), self._positions[:, None]]
-        where = (self._slots, self._new_places)
-        for slab, rows in zip([*store.tensors, self.layer.positions], new, strict=True):
-            _put_rows(slab, where, rows)
-        all_keys, all_values = (
-            store.decode(
-                [in_columns(self.tokens.served, self._places, self._present, slab) for slab in side]
-            )
-            for side in (store.keys, store.values)
-        )
+        """Write the new rows behind those held."""
+        all_keys, all_values = super().store(keys, values)
         self._note_copy(all_keys.nbytes + all_values.nbytes)
         return all_keys, all_values
-
-    def receive(self, name: str, received: Tensor) -> None:
-        """Note what the rows attended to have received."""
-        where = (self._places, self._present)
-        track = self.layer.tracks[name]
-        self._at_commit.append(partial(_add, track, self.tokens.served, where, received))
-
-    def annotate(self, name: str, numbers: Tensor) -> None:
-        """Note numbers of the new rows."""
-        where = (self._slots, self._new_places)
-        self._at_commit.append(partial(_put_rows, self.layer.tracks[name], where, numbers))
-
-    def discard(self) -> None:
-        """Empty the places of the new rows."""
-        super().discard()
-        places = (self._slots[:, None], self._new_places[:, :, 0])
-        for slab in self.layer.store.tensors:
-            slab.flatten(1, 2)[places] = 0
-        self.layer.positions.flatten(1, 2)[places] = -1
 
 
 def in_columns(served: slice | list[int], places: Tensor, present: Tensor, slab: Tensor) -> Tensor:
@@ -402,26 +334,3 @@ def in_columns(served: slice | list[int], places: Tensor, present: Tensor, slab:
     rows = slab[served].flatten(1, 2).gather(1, index)
     rows = rows.reshape(*places.shape, -1)
     return rows.masked_fill_(~present[..., None], 0)
-
-
-def _put_rows(slab: Tensor, where: tuple[Tensor, Tensor], new: Tensor) -> None:
-    """Write rows ``[N, H_kv, ...]`` in pools, at the places ``[N, H_kv, 1]`` of some slots."""
-    slots, places = where
-    of_heads = new.expand(-1, places.shape[1], *new.shape[2:]).to(slab.dtype)
-    slab.flatten(1, 2)[slots[:, None], places[:, :, 0]] = of_heads
-
-
-def _add(
-    track: Tensor,
-    served: slice | list[int],
-    where: tuple[Tensor, Tensor],
-    received: Tensor,
-) -> None:
-    """Add to an accumulator at the places of some columns, where these have a row."""
-    (places, present), pools = where, track[served].flatten(1)
-    held = pools.gather(1, places.flatten(1)).reshape(places.shape) + received
-    size = pools.shape[1]
-    # What a head has no row for goes behind the pool, and is left out.
-    targets = torch.where(present, places, size).flatten(1)
-    wider = torch.cat([pools, pools[:, :1]], dim=1).scatter_(1, targets, held.flatten(1))
-    track[served] = wider[:, :size].view(-1, *track.shape[1:])

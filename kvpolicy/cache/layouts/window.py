@@ -13,16 +13,18 @@ A forward may bring in more rows than a slab takes. The new rows are then beside
 to together with the old ones, and those that the newest token still sees are stored at the commit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from operator import setitem
+from typing import Any
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.layouts.base import PLENTY, Counts, LayerCache, OpenRows, add_to
-from kvpolicy.cache.layouts.even import Even, OpenEven, put_rows, where_rows_go
+from kvpolicy.cache.layouts.base import PLENTY, Counts, LayerCache, OpenRows
+from kvpolicy.cache.layouts.even import Even, OpenEven, where_rows_go
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.cache.stack import slot_index
@@ -47,10 +49,6 @@ class Window(Even):
     def fit(self, shape: LayerShape, slab: Slab) -> Slab:
         """No more rows than the window."""
         return attrs.evolve(slab, capacity=min(slab.capacity, window_of(shape)))
-
-    def slides(self, layer: LayerCache) -> bool:
-        """Whether slabs hold a whole window."""
-        return layer.slab.capacity == window_of(layer.shape)
 
     def room(self, slots: Sequence[int]) -> np.ndarray:
         """Any number of tokens for whole windows."""
@@ -83,15 +81,14 @@ class Window(Even):
     def open(self, layer: LayerCache, tokens: NewTokens) -> OpenRows:
         """Begin a forward."""
         before = self.counts.rows[layer.index, tokens.slots]
-        size, reach, sees = window_of(layer.shape), None, None
+        size, reach, has_gaps = window_of(layer.shape), None, False
         if (tokens.seq_len + tokens.lengths).max() > size:  # it hides any row from the new tokens
             # Without gaps a row further is a position further.
-            has_gaps = self.counts.compacted_at[layer.index, tokens.slots].any()
-            reach, sees = (None, partial(self.sees, layer.shape)) if has_gaps else (size, None)
-        sight = _Sight(reach, sees)
+            has_gaps = bool(self.counts.compacted_at[layer.index, tokens.slots].any())
+            reach = None if has_gaps else size
         if layer.slides and (before + tokens.lengths > layer.slab.capacity).any():
-            return OpenSliding(layer, tokens, before, sight, self.counts)
-        return OpenWindow(layer, tokens, before, sight)
+            return OpenSliding(layer, tokens, before, reach, has_gaps, self.counts)
+        return OpenWindow(layer, tokens, before, reach, has_gaps)
 
 
 def window_of(shape: LayerShape) -> int:
@@ -125,41 +122,35 @@ def drop_oldest(counts: Counts, layer: LayerCache, slots: Sequence[int], num: in
     counts.drop_first(layer.index, slots, num)
 
 
-@attrs.frozen(eq=False)
-class _Sight:
-    """What the queries of a forward see.
-
-    Attributes:
-        reach: How many rows a query sees, its own included; ``None``: all.
-        sees: Which rows at some positions new tokens see, see `Window.sees`; ``None``: those
-            within reach.
-    """
-
-    reach: int | None
-    sees: Callable[[Tensor, NewTokens], Tensor] | None
-
-    def mask(self, mask: Tensor | None, positions: Tensor, tokens: NewTokens) -> Tensor:
-        """A mask of rows at some positions, ``[B, H_kv, T]``, without those out of sight."""
-        assert self.sees is not None
-        recent = self.sees(positions, tokens)
-        return recent if mask is None else mask & recent
+def _in_sight(
+    layer: LayerCache, tokens: NewTokens, positions: Tensor, mask: Tensor | None
+) -> Tensor:
+    """A mask of rows at some positions, ``[B, H_kv, T]``, without those out of sight."""
+    seen = layer.layout.sees(layer.shape, positions, tokens)
+    return seen if mask is None else mask & seen
 
 
 class OpenWindow(OpenEven):
     """New rows in free places."""
 
     def __init__(
-        self, layer: LayerCache, tokens: NewTokens, before: np.ndarray, sight: _Sight
+        self,
+        layer: LayerCache,
+        tokens: NewTokens,
+        before: np.ndarray,
+        reach: int | None,
+        by_position: bool,
     ) -> None:
-        super().__init__(layer, tokens, before, sight.reach)
-        self._sight = sight
+        """As `OpenEven`; ``by_position``: the positions of rows say which of them a query sees."""
+        super().__init__(layer, tokens, before, reach)
+        self._by_position = by_position
 
     def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new rows behind those held."""
         rows = super().store(keys, values)
-        if self._sight.sees is not None:
-            positions = self.layer.positions[self.tokens.served, :, : self.where.num_rows]
-            self.mask = self._sight.mask(self.mask, positions, self.tokens)
+        if self._by_position:
+            positions = self.read(self.layer.positions)
+            self.mask = _in_sight(self.layer, self.tokens, positions, self.mask)
         return rows
 
 
@@ -175,14 +166,17 @@ class OpenSliding(OpenRows):
         layer: LayerCache,
         tokens: NewTokens,
         before: np.ndarray,
-        sight: _Sight,
+        reach: int | None,
+        by_position: bool,
         counts: Counts,
     ) -> None:
+        """As `OpenWindow`; ``counts`` are those of the cache."""
         super().__init__(layer, tokens)
         device, most = layer.shape.device, layer.slab.capacity
-        self._sight, self._counts, self._before = sight, counts, before
+        self._by_position, self._counts, self._before = by_position, counts, before
+        self._ones = tokens.on(device)
         self._gone = np.where((before == most) & (tokens.width == 1), 1, 0)
-        self._where = where_rows_go(tokens, before - self._gone, device, sight.reach)
+        self._where = where_rows_go(tokens, before - self._gone, device, reach)
         self.mask = self._where.mask
         # Of the rows attended to, the newest that a slab can hold.
         after = before - self._gone + tokens.lengths
@@ -198,9 +192,9 @@ class OpenSliding(OpenRows):
         self._new = [*new_keys, *new_values]
         tokens.beside_bytes += sum(new.nbytes for new in self._new)
         all_rows = [self._joined(*pair, 0) for pair in zip(store.tensors, self._new, strict=True)]
-        if self._sight.sees is not None:
-            positions = self._joined(self.layer.positions, self._where.positions[:, None], -1)
-            self.mask = self._sight.mask(self.mask, positions, tokens)
+        if self._by_position:
+            positions = self._joined(self.layer.positions, self._ones.positions[:, None], -1)
+            self.mask = _in_sight(self.layer, tokens, positions, self.mask)
         num_bytes = sum(rows.nbytes for rows in all_rows)
         self._counts.note_copy(num_bytes + tokens.beside_bytes)
         num_keys = len(store.keys)
@@ -210,24 +204,21 @@ class OpenSliding(OpenRows):
         """Note what rows have received, of those that stay."""
         received = self._staying(received)
         rows = (self.tokens.served, slice(None), slice(received.shape[2]))
-        track = self.layer.tracks[name]
-        self._at_commit.append(partial(add_to, track, rows, received))
+        self._at_commit.append(partial(_add, self.layer.tracks[name], rows, received))
 
     def annotate(self, name: str, numbers: Tensor) -> None:
         """Note numbers of the new rows; those that have left the window already have no place."""
-        where = self._where
-        sequences = self.tokens.on(self.layer.shape.device).sequences
-        rows = where.rows - self._kept[sequences, 0]
+        rows = self._where.rows - self._kept[self._ones.sequences, 0]
         held = rows >= 0
-        places = (where.slots[held], rows[held])
+        new = (self._ones.slots[held], slice(None), rows[held])
         track = self.layer.tracks[name]
-        self._at_commit.append(partial(put_rows, track, places, numbers[held]))
+        self._at_commit.append(partial(setitem, track, new, numbers[held].to(track.dtype)))
 
     def commit(self) -> None:
         """Store the newest rows."""
         layer, counts, tokens = self.layer, self._counts, self.tokens
         new: list[tuple[Tensor | int, int]] = [(rows, 0) for rows in self._new]
-        new += [(self._where.positions[:, None], -1), *((0, 0) for _ in layer.tracks)]
+        new += [(self._ones.positions[:, None], -1), *((0, 0) for _ in layer.tracks)]
         for slab, (rows, empty) in zip(layer.slabs, new, strict=True):
             joined = self._joined(slab, rows, empty)
             stored = self._staying(joined)
@@ -252,12 +243,16 @@ class OpenSliding(OpenRows):
             index = first[:, None] + torch.arange(where.num_rows, device=slab.device)
             held = _taken(served, index.clamp(max=slab.shape[2] - 1))
         rows[:, :, : held.shape[2]] = held
-        rows[self.tokens.on(slab.device).sequences, :, where.rows] = new
+        rows[self._ones.sequences, :, where.rows] = new
         return rows
 
     def _staying(self, rows: Tensor) -> Tensor:
         """Those of rows ``[B, H_kv, T, ...]`` that a slab can hold."""
         return _taken(rows, self._kept)
+
+
+def _add(track: Tensor, index: tuple[Any, ...], received: Tensor) -> None:
+    track[index] += received
 
 
 def _taken(rows: Tensor, index: Tensor) -> Tensor:

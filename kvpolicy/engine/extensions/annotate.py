@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.cache.layouts.base import read_rows
 from kvpolicy.cache.rings import StateRing
 from kvpolicy.engine.extensions.base import ANY, CoreParts, Extension
 from kvpolicy.engine.requests.isolation import ErrorScope
@@ -152,18 +153,21 @@ class Annotate(Extension):
         # A slab that is shorter than the ring has dropped the first of these rows.
         num_held = min(len(states), num_rows)
         seq_len = int(cache.seq_len[slot])
-        device = layer.shape.device
+        device, stack = layer.shape.device, layer.stack
+        rows = layer.rows_of(slot)
+        newest = rows.part(rows.num_rows - num_held, rows.num_rows)
         with self._timings.time("annotate_s", device):
+            (keys,), (values,) = read_rows(newest, stack)
             annotations = self._asked(
                 layer_idx,
                 False,
                 states[len(states) - num_held :],
-                layer.newest(layer.keys, slot, num_rows, num_held).transpose(0, 1),
-                layer.newest(layer.values, slot, num_rows, num_held).transpose(0, 1),
+                keys.transpose(0, 1),
+                values.transpose(0, 1),
                 torch.arange(seq_len - num_held, seq_len, device=device),
             )
             for name, numbers in annotations.items():
-                layer.put_newest(layer.tracks[name], slot, num_rows, numbers.T)
+                newest.write(stack.tracks[name], numbers.T[None])
 
     def _ask_in_prefill(
         self, step: Step, layer_idx: int, *tokens: Tensor

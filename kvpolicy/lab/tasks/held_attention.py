@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from kvpolicy.attention.draw import NO_TOKEN
 from kvpolicy.attention.softmax import Softmax
-from kvpolicy.cache.slab import LayerCache
+from kvpolicy.cache.slab import KVCache, LayerCache
 from kvpolicy.cache.slot_contents import LayerContents
 from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.requests.request import Request
@@ -230,14 +230,16 @@ class _HeldRows:
         for index, (now, before) in enumerate(zip(compacted_at, self._compacted_at, strict=True)):
             if now != before:
                 self.first = min(self.first, newest)
-                self._note_layer(index, run.cache.layers[index], seq.slot, newest)
+                self._note_layer(index, run.cache, seq.slot, newest)
         self._compacted_at = compacted_at
 
-    def _note_layer(self, index: int, layer: LayerCache, slot: int, newest: int) -> None:
+    def _note_layer(self, index: int, cache: KVCache, slot: int, newest: int) -> None:
+        layer, num_counted = cache.layers[index], int(cache.seq_len[slot])
         gone_at = _padded(self.gone_at[index], newest + 1)
-        for head, positions in enumerate(layer.segments(slot, layer.positions)):
+        for head, positions in enumerate(layer.held(slot, layer.stack.positions)):
             absent = torch.ones(newest + 1, dtype=torch.bool, device=positions.device)
-            absent[positions[positions >= 0]] = False
+            absent[positions] = False
+            absent[num_counted:] = False  # stored by this forward, which is not committed yet
             gone_at[head, absent & (gone_at[head] == _NEVER)] = newest
         self.gone_at[index] = gone_at
 

@@ -1,4 +1,4 @@
-"""Attention in an eager forward, from many queries, in torch.
+"""Attention in an eager forward, from many queries, in torch on every device.
 
 By torch's fused kernels, or by softmax weights where rows accumulate them or the softmax is not
 plain: in blocks of queries, so that no tensor of all weights is made.
@@ -20,10 +20,41 @@ BLOCK_BYTES = 8 << 20
 BLOCK_BYTES_ON_GPU = 256 << 20
 
 
-def fused(
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float,
+    softmax: Softmax,
+    accumulated: Mapping[str, Tensor],
+    is_real: Tensor | None = None,
+) -> Tensor:
+    """Attend from new tokens to rows, of which those of the new tokens are the last.
+
+    Args:
+        queries: Queries after RoPE, ``[B, H_q, L, D]``; query head h belongs to KV head ``h // G``.
+        keys: ``[B, H_kv, T, D]``.
+        values: ``[B, H_kv, T, D]``.
+        mask: Rows each query may see, bool ``[B, 1 or H_kv, L, T]``; ``None``: all.
+        scaling: Factor on the logits.
+        softmax: The layer's softmax.
+        accumulated: Accumulators by name, ``[B, H_kv, T]`` each, fp32; changed in place.
+        is_real: Tokens that are no pads, bool ``[B, L]``; ``None``: all.
+
+    Returns:
+        ``[B, H_q, L, D]``.
+    """
+    if softmax.is_plain and not accumulated:
+        return _fused(queries, keys, values, mask, scaling)
+    return _weighted(queries, keys, values, mask, scaling, softmax, accumulated, is_real)
+
+
+def _fused(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
-    """Attention with a plain softmax, ``[B, H_q, L, D]``; arguments as of `AttentionBackend`."""
+    """Attention with a plain softmax, of which outputs are all that is wanted."""
     num_kv_heads = keys.shape[1]
     if queries.shape[2] == 1:
         # The heads of a group take the place of the length: the kernel then reads a key once
@@ -40,7 +71,7 @@ def fused(
     )
 
 
-def weighted(
+def _weighted(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -50,7 +81,7 @@ def weighted(
     accumulated: Mapping[str, Tensor],
     is_real: Tensor | None,
 ) -> Tensor:
-    """Attention by softmax weights; arguments and result as of `AttentionBackend.attend`."""
+    """Attention by softmax weights."""
     length, num_rows = queries.shape[2], keys.shape[2]
     if keys.dtype == torch.float16:
         # A product of large keys and queries may exceed what half precision can hold.
@@ -75,15 +106,31 @@ def weighted(
     return output
 
 
-def beside(
+def attend_beside(
     queries: Tensor,
     held: tuple[Tensor, Tensor],
     own: tuple[Tensor, Tensor],
     visible: Tensor,
+    *,
     scaling: float,
     softmax: Softmax,
 ) -> Tensor:
-    """Attention to rows in two places; arguments as of `AttentionBackend.attend_beside`."""
+    """Attend from tokens to rows of the cache and to their own rows, which are beside it.
+
+    Neither is copied.
+
+    Args:
+        queries: Queries after RoPE, ``[B, H_q, L, D]``.
+        held: Keys and values of the cache, ``[B, H_kv, T, D]`` each.
+        own: Those of the tokens, ``[B, H_kv, N, D]`` each.
+        visible: What each query sees of the first, then of the others, bool
+            ``[B, 1 or H_kv, L, T + N]``.
+        scaling: Factor on the logits.
+        softmax: The layer's softmax.
+
+    Returns:
+        ``[B, H_q, L, D]``.
+    """
     (held_keys, held_values), (keys, values) = held, own
     num_held = held_keys.shape[2]
     output = torch.empty_like(queries, dtype=values.dtype)
