@@ -207,17 +207,23 @@ class KVCache:
             self.stacks.append(stack)
             for place, i in enumerate(members):
                 layers[i] = layout.new_layer(i, stack, place)
-            for small, i in zip(old, members, strict=False):
-                layers[i].softmax = small.softmax
-                layout.widen(small, layers[i])
-                before[i] = None  # so that slabs are freed as soon as all their layers are copied
-            self.note_copy(sum(layer.num_bytes for layer in old))
+            if old:
+                self._widen(layout, old, [layers[i] for i in members])
+                for i in members:
+                    before[i] = None  # so that their slabs are freed before the next are allocated
         self.layers = [cast(LayerCache, layers[layer_idx]) for layer_idx in range(len(wanted))]
         self.counts.capacity[:] = [layer.slab.capacity for layer in self.layers]
         self.slides = np.array([layer.slides for layer in self.layers], dtype=bool)
         pairs = list(zip(self.layers, self.layout_of, strict=True))
         for layout in self.layouts:
             layout.attach([layer for layer, one in pairs if one is layout])
+
+    def _widen(self, layout: Layout, old: Sequence[Layer], new: Sequence[Layer]) -> None:
+        """Copy what layers hold to larger ones."""
+        for small, large in zip(old, new, strict=True):
+            large.softmax = small.softmax
+            layout.widen(small, large)
+        self.note_copy(sum(layer.num_bytes for layer in old))
 
     # Slots
 

@@ -60,6 +60,23 @@ def test_drop_oldest_in_scattered_slots_reports_its_temporary_copy():
     assert cache.transient_bytes <= peak <= 1.05 * cache.transient_bytes
 
 
+def test_a_cache_that_grows_frees_one_stack_before_it_allocates_the_next():
+    shapes = [SHAPE, attrs.evolve(SHAPE, head_dim=64)]
+    sizes = []
+
+    def grown() -> KVCache:
+        cache = KVCache(shapes, [Slab(320)] * 2, 4)
+        before = [stack.num_bytes for stack in cache.stacks]
+        cache.grow([Slab(400)] * 2)
+        sizes.extend((max(before), cache.num_bytes, cache.transient_bytes))
+        return cache
+
+    peak = peak_allocated(grown)
+    largest, num_bytes, transient = sizes
+    assert transient == largest
+    assert peak <= num_bytes + transient + 1000
+
+
 def test_peak_kv_bytes_includes_all_cache_tensors_and_temporary_copies():
     model = tiny_model("llama", seed=0)
     engine = Engine(model, None, Plan.uniform("rkv", budget=24, buffer=8), slots=3)
