@@ -224,9 +224,9 @@ class StaticStep:
 
         Args:
             place: The layer whose attention they enter, or `LAST_STATES`.
-            states: ``[W, M]``.
+            states: ``[N, M]``, of all slots that are served, or of those that take part.
         """
-        width = self.width
+        width = len(states)
         for ring, taken in zip(self.rings, self._taken, strict=True):
             tensor = ring.tensors.get(place)
             if tensor is not None:

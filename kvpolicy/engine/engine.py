@@ -427,10 +427,6 @@ class Run:
         Raises:
             HookError: As for iterating.
         """
-        self._step()
-        return self._take_events()
-
-    def _step(self) -> None:
         if self._broken_by is not None:
             msg = (
                 f"this run ended in the middle of a step with {type(self._broken_by).__name__} "
@@ -439,7 +435,6 @@ class Run:
             raise KVPolicyError(msg) from self._broken_by
         start = time.perf_counter()
         self._started = start if self._started is None else self._started
-        self._new_tokens, self._new_logprobs = [], {}
         try:
             self._advance()
         except BaseException as error:
@@ -451,6 +446,7 @@ class Run:
         for seq in self.active:
             self._tell(seq)
         self._costs.report.elapsed_s = time.perf_counter() - self._started
+        return self._take_events()
 
     def _take_events(self) -> Events:
         """What was not returned before."""
@@ -489,7 +485,7 @@ class Run:
         """
         while self._queue.num_open or self._results:
             if not self._results:
-                self._step()
+                self._results = self.step().results
             # One at a time: the rest is kept if the caller stops iterating and comes back.
             while self._results:
                 yield self._results.pop(0)
@@ -607,8 +603,9 @@ class Run:
                 cannot be copied.
         """
         found = [seq for seq in self.active if seq.id == request_id]
-        if not found:
-            is_waiting = request_id in self._queue.waiting
+        has_slot = bool(found)
+        if not has_slot or not self.cache.seq_len[found[0].slot]:
+            is_waiting = has_slot or request_id in self._queue.waiting
             has_begun = "has not begun" if is_waiting else "is not being served"
             msg = (
                 f"no snapshot can be taken: request {request_id!r:.20} {has_begun}; for its end, "

@@ -108,7 +108,7 @@ class Scheduler:
         if not queue.take_in():
             return
         self._ended += queue.pop_ended()
-        for seq in self.slots.active:
+        for seq in _going_on(self.slots.active):
             seq.finish_reason = queue.reason_to_end(seq)
         self._release()
         queue.forget_ends()

@@ -35,7 +35,7 @@ from kvpolicy.engine.scheduler import Chunks, decode_step
 from kvpolicy.engine.slots import Slots
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.engine.step import Drawn, Step
-from kvpolicy.errors import CacheError, ModelError, RequestError
+from kvpolicy.errors import CacheError, ModelError, RequestError, SnapshotError
 from kvpolicy.hf.inputs import Columns, check_tensor
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.wrappers import row_arguments
@@ -271,9 +271,7 @@ class PolicyCache(Cache):
                 _refuse(f"cannot serve row {row}: {error}")
         # Slabs and the notes of policies outlive the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            core = self._core_for(new)
-            self._is_whole = False
-            logits = self._logits(core, new)
+            logits = self._logits(self._core_for(new), new)
         self._columns.add(new, token_ids.shape[1], mask)
         self._is_whole = True
         stacked = torch.stack([logits[row] for row in range(len(new))])[:, None]
@@ -290,20 +288,21 @@ class PolicyCache(Cache):
             )
         self._check_growth(new)
         longest = self._longest_for(needed)
+        self._is_whole = False  # until the forward has ended
         if longest > self._longest and self.core is not None:
             self.core.cache.grow(slabs_of(self._bound.plan, longest, self._longest_prompt))
         self._longest = longest
-        if self.core is None:
-            self._begin(len(new), max(len(tokens) for tokens in new))
-            # `generate` samples the tokens and ends the rows.
-            self._admit(
-                [
-                    EngineSequence(row, Request(tokens), tuple(tokens), 0, frozenset())
-                    for row, tokens in enumerate(new)
-                ]
-            )
-        assert self.core is not None
-        return self.core
+        if self.core is not None:
+            return self.core
+        core = self._begin(len(new), max(len(tokens) for tokens in new))
+        # `generate` samples the tokens and ends the rows.
+        self._admit(
+            [
+                EngineSequence(row, Request(tokens), tuple(tokens), 0, frozenset())
+                for row, tokens in enumerate(new)
+            ]
+        )
+        return core
 
     def _begin(self, num_rows: int, longest_prompt: int) -> Core:
         """Allocate slabs for some rows."""
@@ -343,25 +342,24 @@ class PolicyCache(Cache):
         Returns:
             The logits after the newest token of each row, ``[V]``.
         """
-        sequences = self.sequences
-        if self._columns.count and all(len(tokens) == 1 for tokens in new):
-            for seq in sequences:
-                seq.tokens += new[seq.id]
-            core.evictor.evict(sequences)
-            return self._run(core, decode_step(sequences))
-        for seq in sequences if self._columns.count else ():
-            # All tokens so far are the prompt of this turn, so hooks that run at the end of
-            # a prompt run again.
-            seq.began_at, seq.prompt_before = len(seq.prompt) + len(seq.tokens), len(seq.prompt)
-            seq.prompt = (*seq.prompt, *seq.tokens, *new[seq.id])
-            seq.tokens = []
-        logits: dict[int, Tensor] = {}
+        sequences, logits = self.sequences, dict[int, Tensor]()
         chunks = Chunks(core, self._bound.chunk, self._bound.max_tokens_per_forward)
-        while unfinished := chunks.unfinished(sequences):
+        is_decode = self._columns.count > 0 and all(len(tokens) == 1 for tokens in new)
+        is_decode = is_decode and not any(seq.is_within_prompt for seq in sequences)
+        for seq in sequences if self._columns.count else ():
+            if is_decode:
+                seq.tokens += new[seq.id]
+            else:
+                seq.begin_turn(new[seq.id])
+        while len(logits) < len(sequences):
+            unfinished = chunks.unfinished(sequences)
+            for one in core.extensions if unfinished else ():
+                one.advance(unfinished)
             core.evictor.evict(sequences)
             for error in [seq.error for seq in sequences if seq.error is not None]:
                 raise ModelError(error)
-            if (step := chunks.step(unfinished)) is not None:
+            step = decode_step(sequences) if is_decode else chunks.step(unfinished)
+            if step is not None:
                 logits |= self._run(core, step)
         return logits
 
@@ -407,6 +405,7 @@ class PolicyCache(Cache):
 
         Raises:
             CacheError: If a snapshot is of another plan or model.
+            SnapshotError: If the memory of a policy cannot be copied. The cache is empty then.
         """
         snapshots = list(snapshots)
         if not snapshots or not all(isinstance(one, SequenceSnapshot) for one in snapshots):
@@ -426,6 +425,9 @@ class PolicyCache(Cache):
             resumed = [_resumed(row, one) for row, one in enumerate(snapshots)]
             core = self._begin(len(resumed), max(seq.num_staying for seq in resumed))
             self._admit(resumed)
+        for error in [seq.error for seq in resumed if seq.error is not None]:
+            self.reset()
+            raise SnapshotError(error)
         return core
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PolicyCache":
@@ -602,11 +604,11 @@ class _NoLayers(list[Any]):
 
 def _resumed(row: int, snapshot: SequenceSnapshot) -> EngineSequence:
     """The sequence of a row that goes on from a snapshot, with the tokens the model has seen."""
-    num_generated = snapshot.seq_len - len(snapshot.prompt)
+    num_generated = max(snapshot.seq_len - len(snapshot.prompt), 0)
     return EngineSequence(
         row,
         Request(resume=snapshot),
-        snapshot.prompt,
+        snapshot.prompt[: snapshot.seq_len],
         0,
         frozenset(),
         tokens=[*snapshot.tokens[:num_generated]],

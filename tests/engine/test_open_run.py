@@ -33,7 +33,7 @@ from kvpolicy import (
 from kvpolicy.engine.limits import Limits
 from kvpolicy.engine.requests.request_queue import Clock
 from kvpolicy.engine.requests.sequence import Sequence
-from kvpolicy.errors import HookError
+from kvpolicy.errors import HookError, SnapshotError
 from kvpolicy.plan.spec import PolicySpec
 
 from families import family_model  # isort: skip
@@ -360,6 +360,49 @@ def test_failing_policy_ends_its_requests_only() -> None:
     raising.submit(Request([7] * 4, 20))
     with pytest.raises(HookError, match="a policy failed"):
         raising.results()
+
+
+def test_failures_are_told_by_the_step_that_ends_their_requests_and_by_no_later_one() -> None:
+    engine = Engine(llama(), plan=Plan.uniform(FailsOn(7), budget=8, buffer=2), slots=2)
+    run = engine.open_run(max_len=60, on_hook_error="answer")
+    for _ in range(3):
+        run.submit(Request([7] * 4, 20))
+    assert [one.finish_reason for one in run] == ["error"] * 3
+    run.submit(Request([5], 2))
+    assert run.step().failures == []
+
+
+@attrs.define(eq=False)
+class FailsOnDemand:
+    """Annotates rows after decode steps, and fails when it is told to."""
+
+    tracks = ("seen",)
+    fails: bool = False
+
+    @hookimpl
+    def annotate(self, keys: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.fails:
+            msg = "a policy failed"
+            raise ValueError(msg)
+        return {"seen": keys.new_ones(keys.shape[:2])}
+
+
+def test_a_request_that_a_policy_fails_between_two_steps_ends_whatever_else_does() -> None:
+    policy = FailsOnDemand()
+    plan = Plan.uniform("streaming", policy, budget=8, buffer=6)
+    run = Engine(llama(), plan=plan, slots=2).open_run(max_len=60, on_hook_error="answer")
+    for token in (5, 7):
+        run.submit(Request([token], 30, stop_ids=()))
+    for _ in range(3):
+        run.step()
+    policy.fails = True
+    with pytest.raises(SnapshotError, match="a policy failed"):
+        run.snapshot(0)
+    policy.fails = False
+    run.cancel(1)
+    results = run.step().results
+    assert {one.id: one.finish_reason for one in results} == {0: "error", 1: "cancelled"}
+    assert run.num_open == 0
 
 
 # --- fairness -------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from transformers import Cache, DynamicCache
 
 from kvpolicy import Engine, Plan, PolicyCache, hookimpl
 from kvpolicy.compat import cache_argument, cache_in
-from kvpolicy.errors import CacheError
+from kvpolicy.errors import CacheError, SnapshotError
 from kvpolicy.state import Memory
 
 NUM_LAYERS = 2
@@ -243,6 +243,39 @@ def test_memory_that_cannot_be_copied_is_named() -> None:
         with pytest.raises(CacheError, match="RemembersALock"):
             attempt()
     assert len(generated_tokens(model, [text[0] + [4]], 3, past_key_values=cache)[0]) == 3
+
+
+@attrs.define(eq=False)
+class CannotUnpack:
+    """Remembers something that cannot be made again."""
+
+    @hookimpl
+    def observe(self, memory: Memory) -> None:
+        memory.of(self)[0]["known"] = True
+
+    def pack_memory(self, memory: dict[str, Any]) -> dict[str, Any]:
+        return dict(memory)
+
+    def unpack_memory(self, packed: object, tokenizer: object) -> dict[str, Any]:
+        msg = "it cannot be made again"
+        raise ValueError(msg)
+
+
+def test_a_cache_that_cannot_be_restored_says_so_and_is_empty() -> None:
+    model = shared_model(num_layers=NUM_LAYERS)
+    plan = Plan.uniform("streaming", CannotUnpack(), budget=12, buffer=4)
+    cache, _ = conversation(model, [[1, 2, 3]], plan)
+    snapshot, other = cache.snapshot(0), PolicyCache(model, plan)
+    with pytest.raises(SnapshotError, match="CannotUnpack"):
+        other.restore([snapshot])
+    assert other.report == PolicyCache(model, plan).report
+    with pytest.raises(SnapshotError, match="CannotUnpack"):
+        copy.deepcopy(cache)
+    answers = [
+        generated_tokens(model, [[4, 5]], 3, past_key_values=one)
+        for one in (other, PolicyCache(model, plan))
+    ]
+    assert answers[0] == answers[1]
 
 
 # What else caches of transformers offer

@@ -208,6 +208,23 @@ def test_interrupted_forward_is_repaired_by_the_next(error: BaseException) -> No
     assert model.config._attn_implementation == "sdpa"
 
 
+@attrs.define(eq=False)
+class ReadsKeys:
+    @hookimpl
+    def score(self, keys: torch.Tensor) -> torch.Tensor:
+        return keys.sum(dim=-1)
+
+
+@pytest.mark.parametrize("num_prompt", [20, 14])
+def test_a_model_that_computes_nan_is_named_when_rows_are_evicted(num_prompt: int) -> None:
+    """A budget that is exceeded by the prompt, and one that is by what is generated."""
+    model = tiny_model()
+    model.model.layers[0].mlp.down_proj.weight.data.fill_(torch.nan)
+    cache = PolicyCache(model, Plan.uniform(ReadsKeys(), budget=12, buffer=4))
+    with pytest.raises(ModelError, match="NaN"):
+        generated_tokens(model, [[5] * num_prompt], 20, past_key_values=cache)
+
+
 def test_interrupted_forward_is_repaired_by_reset() -> None:
     model = tiny_model()
     cache = PolicyCache(model, FULL)

@@ -55,7 +55,10 @@ class Recorder:
             assert self.step is not None
             assert (self.step.width, self.step.drawn_by) == (width, drawn_by)
             self.num_replays += 1
-            logits.copy_(run()[0])
+            new_logits, new_states = run()
+            logits.copy_(new_logits)
+            if states is not None:
+                states.copy_(new_states)
 
         return Graph(replay, (logits, states))
 
@@ -107,6 +110,39 @@ def test_replayed_steps_give_the_same_processed_tokens(
     monkeypatch.undo()
     assert replayed == tokens(given)
     assert replayed[0] != tokens(requests())[0]
+
+
+@attrs.define(eq=False)
+class Reads:
+    tokens: list[int] = attrs.field(factory=list)
+    states: list[Tensor] = attrs.field(factory=list)
+
+    @hookimpl
+    def observe(self, token_ids: Tensor, hidden_states: Tensor) -> None:
+        self.tokens += token_ids.tolist()
+        self.states.append(hidden_states.clone())
+
+
+def test_states_are_observed_whoever_draws_the_tokens(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host draws tokens from processed logits; steps serve more slots than take part."""
+    penalty = Sampling(repetition_penalty=1.3)
+    given = [attrs.evolve(one, sampling=penalty) for one in requests()[:3]]
+
+    def observed() -> Reads:
+        policy = Reads()
+        plan = Plan.uniform("streaming", policy, budget=12, buffer=5)
+        engine = Engine(tiny_model(dtype=torch.float64), plan=plan, slots=5)
+        engine.generate([*given, *requests()[3:]]).results()
+        return policy
+
+    replayed = observed()
+    assert recorder.num_replays > 0
+    monkeypatch.undo()
+    expected = observed()
+    assert replayed.tokens == expected.tokens
+    torch.testing.assert_close(torch.cat(replayed.states), torch.cat(expected.states))
 
 
 @pytest.mark.parametrize("steps_per_read", [1, 4])

@@ -167,7 +167,7 @@ class Extensions:
 
     def take(self, seq: Sequence) -> Tensor | None:
         """See `Extension.take`; of the first that keeps any."""
-        taken = (one.take(seq) for one in self.all)
+        taken = [one.take(seq) for one in self.all]
         return next((states for states in taken if states is not None), None)
 
     def ready(self, sequences: abc.Sequence[Sequence]) -> abc.Sequence[Sequence]:

@@ -94,8 +94,9 @@ class Observe(Extension):
         states = output.states
         if not step.is_decode:
             for row, seq in enumerate(step.sequences):
-                num_new = self._num_pending(seq)
-                self._show(seq, None if states is None else states[row, -num_new:])
+                if seq.error is None:
+                    num_new = self._num_pending(seq)
+                    self._show(seq, None if states is None else states[row, -num_new:])
             return
         if self.ring is not None and states is not None and not step.is_static:
             before = [self._num_pending(seq) - 1 for seq in step.sequences]

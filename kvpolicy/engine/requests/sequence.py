@@ -182,6 +182,17 @@ class Sequence:
         """
         return self.prompt_before if seen <= self.began_at else len(self.prompt)
 
+    @property
+    def is_within_prompt(self) -> bool:
+        """Whether it was cut within a prompt, of which it holds the beginning."""
+        return self.prompt_len(self.num_tokens) > self.num_tokens
+
+    def begin_turn(self, tokens: abc.Iterable[int]) -> None:
+        """Go on with a prompt behind all tokens so far, each of which it has seen."""
+        seen = self.num_tokens
+        self.began_at, self.prompt_before = seen, self.prompt_len(seen)
+        self.prompt, self.tokens = (*self.prompt, *self.tokens, *tokens), []
+
     def take(self, tokens: abc.Iterable[int]) -> int:
         """Append drawn tokens until it ends; returns how many of them it has taken."""
         num_taken = 0

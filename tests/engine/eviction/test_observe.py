@@ -161,6 +161,30 @@ def test_observe_with_a_return_value_raises() -> None:
         engine.generate([[1]]).results()
 
 
+@attrs.define(eq=False)
+class FailsAfterThePrompt:
+    starts: list[int] = attrs.field(factory=list)
+
+    @hookimpl
+    def observe(self, start: int) -> None:
+        self.starts.append(start)
+        if start:
+            msg = "it cannot read answers"
+            raise ValueError(msg)
+
+
+def test_what_has_failed_is_not_observed_again() -> None:
+    """The tokens that wait from before a turn are shown before its prompt."""
+    policy = FailsAfterThePrompt()
+    plan = Plan.uniform("streaming", policy, budget=12, buffer=8)
+    engine = Engine(shared_model(), plan=plan, on_hook_error="answer")
+    (first,) = engine.generate([Request([3] * 5, 4, stop_ids=(), snapshot=True)]).results()
+    assert first.snapshot is not None
+    run = engine.generate([Request([1, 2], resume=first.snapshot)])
+    assert [one.hook for one in run.step().failures] == ["observe"]
+    assert policy.starts == [0, 5]
+
+
 def test_hooks_receive_the_tokenizer_of_the_engine() -> None:
     seen = []
 

@@ -209,6 +209,32 @@ def test_a_slab_that_the_last_step_has_filled_is_compacted_when_it_goes_on(
     assert list(result.tokens) == expected
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+@pytest.mark.parametrize("name", ["h2o", "snapkv"])
+def test_a_cache_goes_on_from_within_a_prompt(name: str, num_steps: int) -> None:
+    """The last cut leaves one token of the prompt."""
+    prompt, plan = [(7 * i) % 60 for i in range(25)], Plan.uniform(name, budget=10, buffer=4)
+    engine = Engine(llama(), plan=plan, chunk=8)
+    run = engine.generate([Request(prompt, 12, stop_ids=())])
+    for _ in range(num_steps):
+        run.step()
+    snapshot = run.snapshot(0)
+    assert 0 < snapshot.seq_len < len(prompt)
+    (whole,) = run.results()
+    cache = PolicyCache(llama(), plan, chunk=8)
+    cache.restore([snapshot])
+    assert generated_tokens(llama(), [prompt], 12, past_key_values=cache) == [list(whole.tokens)]
+
+
+def test_a_sequence_that_has_seen_nothing_has_no_snapshot() -> None:
+    """It has a slot, and waits until the prompt before its own is in."""
+    run = Engine(llama(), plan=TIGHT, max_tokens_per_forward=8).generate([[1] * 20, [2] * 20])
+    run.step()
+    assert run.snapshot(0).seq_len == 8
+    with pytest.raises(SnapshotError, match="request 1 has not begun"):
+        run.snapshot(1)
+
+
 def taken(plan: Plan = TIGHT, **options: Any) -> SequenceSnapshot:
     """Of a sequence of 20 and 30 tokens at its end."""
     engine = Engine(llama(), tiny_tokenizer(), plan, **options)
