@@ -20,14 +20,9 @@ class StepLayout:
     Attributes:
         cache: The KV cache.
         tokens: The new tokens.
-        slots: Slots of the forward, ``[B]``.
-        served: Index of these slots.
-        lengths: New tokens of each slot, ``[B]``.
-        totals: Tokens of each slot once its prompt is in, ``[B]``.
         width: Token columns, ``L``.
         position_ids: Position of every column's token in its sequence, ``[B, L]``, 0 for pads.
-        is_real: Which columns are no pads, bool ``[B, L]``.
-        has_pads: Whether some column is a pad.
+        totals: Tokens of each slot once its prompt is in, ``[B]``.
         layers: Each layer that has stored its new rows.
         attended: Layers whose attention was computed.
     """
@@ -45,11 +40,8 @@ class StepLayout:
         """
         self.cache = cache
         self.tokens = tokens = NewTokens(slots, lengths, self._seen(cache, np.asarray(slots)))
-        self.slots, self.served, self.lengths = tokens.slots, tokens.served, tokens.lengths
-        self.width, self.seq_len = tokens.width, tokens.seq_len
-        self.totals = self.seq_len + self.lengths if totals is None else np.asarray(totals)
-        self.position_ids = tokens.position_ids
-        self.is_real, self.has_pads = tokens.is_real, tokens.has_pads
+        self.width, self.position_ids = tokens.width, tokens.position_ids
+        self.totals = tokens.seq_len + tokens.lengths if totals is None else np.asarray(totals)
         self.layers: dict[int, OpenRows] = {}
         self.attended: set[int] = set()
 
@@ -99,7 +91,7 @@ class StepLayout:
         """Make the new rows and all that was noted part of the cache, and count the tokens."""
         for opened in self.layers.values():
             opened.commit()
-        self.cache.count(self.slots, self.lengths)
+        self.cache.count(self.tokens.slots, self.tokens.lengths)
 
     def discard(self) -> None:
         """Leave no trace of a forward that has failed."""

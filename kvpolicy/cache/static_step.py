@@ -86,6 +86,7 @@ class StaticStep:
         live: Slots that take part, bool ``[S]``. A slot that has its last token does not.
         rows: Rows held, ``[S, layers, H_kv]``, int64; where heads share the rows of a layer, those
             of a head in the mean, see `kvpolicy.cache.layouts.segments`.
+        drawn_by: The sampling columns that the slots need; with others a step is another one.
         tokens: Tokens of the steps since `begin`, ``[steps, S]``, int64.
         rings: What keeps states of the steps.
     """
@@ -136,22 +137,17 @@ class StaticStep:
             min_p=torch.zeros(num_slots, dtype=torch.float32, device=device),
         )
         self._columns = SamplingColumns()
+        self.drawn_by: tuple[str, ...] = ()
         self._stop_ids = self._no_stop_ids(_NUM_STOP_IDS)
         self._max_len = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._layers: list[LayerCache] = []
         self._opened: list[DecodeLayer] = []
-        self._tracks: list[dict[str, Tensor]] = []
         self._attention: list[Decode] = []
 
     @property
     def position_ids(self) -> Tensor:
         """Position of the new token of each slot, ``[W, 1]``."""
         return self.seq_len[: self.width, None]
-
-    @property
-    def drawn_by(self) -> tuple[str, ...]:
-        """The sampling columns that the slots need: with others a step is another one."""
-        return tuple(name for name in _COLUMNS if getattr(self._columns, name) is not None)
 
     @property
     def addresses(self) -> list[int]:
@@ -244,7 +240,7 @@ class StaticStep:
             part, ``[W]`` each.
         """
         layer = self._opened[layer_idx]
-        tracks = [self._tracks[layer_idx][name] for name in names]
+        tracks = [self._layers[layer_idx].tracks[name][: self.width] for name in names]
         if layer.bounds is not None:
             tracks = [track.flatten(1, 2) for track in tracks]
         return tracks, layer.places, layer.seq_len, layer.live
@@ -320,10 +316,9 @@ class StaticStep:
         self._stop_ids[:width] = upload(stop_ids, device)
         self._max_len[:width] = upload(np.array([one.max_len for one in continuations]), device)
         columns = columns_of([one.sampling for one in continuations], device)
-        for name in _COLUMNS:
-            if (new := getattr(columns, name)) is not None:
-                getattr(self._all_columns, name)[:width] = new
-        self._columns = columns
+        self.drawn_by = tuple(name for name in _COLUMNS if getattr(columns, name) is not None)
+        for name in self.drawn_by:
+            getattr(self._all_columns, name)[:width] = getattr(columns, name)
         self._cut_columns()
 
     def _no_stop_ids(self, most: int) -> Tensor:
@@ -333,12 +328,7 @@ class StaticStep:
     def _cut_columns(self) -> None:
         """Let the columns that are needed be those of the slots served, where they always are."""
         self._columns = SamplingColumns(
-            *(
-                None
-                if getattr(self._columns, name) is None
-                else getattr(self._all_columns, name)[: self.width]
-                for name in _COLUMNS
-            )
+            **{name: getattr(self._all_columns, name)[: self.width] for name in self.drawn_by}
         )
 
     @contextmanager
@@ -365,9 +355,6 @@ class StaticStep:
             return
         self.width, self._layers = width, list(layers)
         self._opened = [self._open(index) for index in range(len(layers))]
-        self._tracks = [
-            {name: track[:width] for name, track in layer.tracks.items()} for layer in layers
-        ]
         self._attention = [
             backend_for(one.keys.device, one.keys.dtype, in_graph=self.in_graph).bind(one)
             for one in self._opened

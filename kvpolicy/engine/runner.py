@@ -14,7 +14,8 @@ from kvpolicy.cache.slab import KVCache
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.step import Drawn, Output, Step
-from kvpolicy.model.adapter import ForwardInput, ModelAdapter
+from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.forward_input import ForwardInput
 from kvpolicy.model.graphs import GraphRunner
 from kvpolicy.model.static_forward import Compiled, StaticForward, static_forward
 

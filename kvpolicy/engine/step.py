@@ -7,8 +7,7 @@ import attrs
 from torch import Tensor
 
 from kvpolicy.engine.requests.sequence import Sequence
-from kvpolicy.model.annotating import Annotating
-from kvpolicy.model.steering import Steer
+from kvpolicy.model.forward_input import Annotating, Steer
 
 # Is shown the logits ``[B, V]`` after the newest token of each sequence of a step that draws, and
 # the tokens drawn from them, ``[B]``, on the same device.

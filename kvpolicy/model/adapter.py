@@ -6,10 +6,8 @@ as ``position_ids``.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
@@ -20,7 +18,7 @@ from kvpolicy.cache.slab import KVCache, LayerShape, Rotate, Slab
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.compat import cache_argument, layer_configs
 from kvpolicy.errors import KVPolicyError, ModelError, error_summary
-from kvpolicy.model.annotating import Annotating, annotate_stored_rows, annotating, check_input
+from kvpolicy.model.annotating import annotate_stored_rows, input_hook
 from kvpolicy.model.attention import attention_function
 from kvpolicy.model.config import (
     attention_module,
@@ -32,6 +30,7 @@ from kvpolicy.model.config import (
     stop_ids,
 )
 from kvpolicy.model.fingerprint import ModelFingerprint
+from kvpolicy.model.forward_input import Annotating, ForwardInput, under_way
 from kvpolicy.model.packed import PackedWeights, packed_weights
 from kvpolicy.model.rope import Rotation
 from kvpolicy.model.rope_types import (
@@ -40,10 +39,8 @@ from kvpolicy.model.rope_types import (
     depends_on_length,
     longrope_length,
     max_positions,
-    serving,
 )
-from kvpolicy.model.static_forward import StaticForward, static_forward
-from kvpolicy.model.steering import Steer, steered, steering
+from kvpolicy.model.steering import steering_hook
 from kvpolicy.model.tensor_parallel import SingleProcess, processes_of
 from kvpolicy.model.twin import Copies, Twin
 from kvpolicy.model.weights import StoredToken, layer_weights
@@ -52,38 +49,8 @@ from kvpolicy.state import LayerWeights
 
 ATTENTION = "kvpolicy"
 
-
-@attrs.define(eq=False)
-class ForwardInput:
-    """What one forward of the model is called with.
-
-    Attributes:
-        token_ids: New tokens of the slots that the step serves, ``[B, L]``, int64, padded on
-            the left.
-        step: Where their rows go. A `StaticStep` has the new tokens itself.
-        steer: Changes the states entering the layers named in `ModelAdapter.add_hooks`.
-        wants_states: Whether the last hidden states are wanted.
-        states: Hidden states after the final norm, ``[B, L, M]``, after the forward.
-        run: Runs a static step.
-        draws: Whether a static step draws the next tokens and counts the new rows.
-        wants_logits: Whether the logits after all new tokens are wanted.
-        logits: Logits after all new tokens, ``[B, L, V]``, after the forward.
-        annotating: Annotates the new rows of the layers named in `ModelAdapter.add_hooks`.
-        attention_input: What enters the attention of the layer under way, ``[B, L, M]``, if its
-            rows are annotated.
-    """
-
-    token_ids: Tensor
-    step: StepLayout | StaticStep
-    steer: Steer | None = None
-    wants_states: bool = False
-    states: Tensor | None = None
-    run: StaticForward = static_forward
-    draws: bool = False
-    wants_logits: bool = False
-    logits: Tensor | None = None
-    annotating: Annotating | None = None
-    attention_input: Tensor | None = None
+# Tokens of the longest sequence that a model is tried with.
+_CHECKED_TOKENS = 4
 
 
 class ModelAdapter:
@@ -232,8 +199,10 @@ class ModelAdapter:
             )
             raise ModelError(msg) from error
         self._softmax = [layer.softmax for layer in cache.layers]
-        keys, values = cache.layers[0].keys[:, :, :2], cache.layers[0].values[:, :, :2]
-        pairs = [(keys[0], keys[1]), (values[0], values[1])]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        if cache.capacity[0] >= _CHECKED_TOKENS:  # a shorter window has dropped other rows of each
+            keys, values = cache.layers[0].keys[:, :, :2], cache.layers[0].values[:, :, :2]
+            pairs += [(keys[0], keys[1]), (values[0], values[1])]
         if self.model.dtype.itemsize >= 4:  # else rounding may choose other experts
             pairs.append((prefilled, decoded))
         if not all(_are_close(*pair) for pair in pairs):
@@ -328,12 +297,16 @@ class ModelAdapter:
 
     def _run_eagerly(self, twin: PreTrainedModel, step: StepLayout, given: ForwardInput) -> Any:
         """What the model gives for the new tokens of a step, whose rows it has stored."""
-        cache, device = StepCache(step, given), self.device
-        positions = torch.from_numpy(step.position_ids).to(device)
-        by_length = serving(step.totals.tolist()) if self.rotates_by_length else nullcontext()
-        with by_length:
-            output = self._run(twin, given, given.token_ids.to(device), positions, cache)
-        done = len(cache.stored & step.attended)
+        with torch.inference_mode(), under_way(given):
+            output = self._called(twin)(
+                input_ids=given.token_ids.to(self.device),
+                position_ids=torch.from_numpy(step.position_ids).to(self.device),
+                use_cache=True,
+                logits_to_keep=0 if given.wants_logits else 1,
+                kvpolicy_forward=given,
+                **cache_argument(StepCache(step, given)),
+            )
+        done = len(step.layers.keys() & step.attended)
         if done != self.num_layers:
             msg = (
                 f"model {type(self.model).__name__} cannot be run: {done} of its "
@@ -347,34 +320,12 @@ class ModelAdapter:
             raise ModelError(msg)
         return output
 
-    def _run(
-        self,
-        twin: PreTrainedModel,
-        given: ForwardInput,
-        tokens: Tensor,
-        positions: Tensor,
-        cache: Cache,
-    ) -> Any:
-        with torch.inference_mode():
-            return self._called(twin)(
-                input_ids=tokens,
-                position_ids=positions,
-                use_cache=True,
-                logits_to_keep=0 if given.wants_logits else 1,
-                kvpolicy_forward=given,
-                **cache_argument(cache),
-            )
-
     def _run_static(
         self, twin: PreTrainedModel, step: StaticStep, given: ForwardInput
     ) -> tuple[Tensor, Tensor | None]:
         """Logits and states after the new tokens of a static step, of slots that take part."""
-        with (
-            torch.inference_mode(),
-            steering(given.steer) if given.steer else nullcontext(),
-            annotating(given.annotating) if given.annotating else nullcontext(),
-        ):
-            logits, states = given.run(self._called(twin), step, given)
+        with torch.inference_mode(), under_way(given):
+            logits, states = given.run(self._called(twin), given)
         return logits[: step.num_served], None if states is None else states[: step.num_served]
 
     def _called(self, twin: PreTrainedModel) -> Callable[..., Any]:
@@ -393,10 +344,10 @@ class ModelAdapter:
         layers = decoder_layers(self.model)
         for layer_idx in self._steered:
             layer = copies.hookable(layers[layer_idx])
-            layer.register_forward_pre_hook(_steering_hook(layer_idx), with_kwargs=True)
+            layer.register_forward_pre_hook(steering_hook(layer_idx), with_kwargs=True)
         for layer_idx in self._annotated:
             attention = copies.hookable(attention_module(self.model, layer_idx))
-            hook = _input_hook(layer_idx, self.hidden_size)
+            hook = input_hook(layer_idx, self.hidden_size)
             attention.register_forward_pre_hook(hook, with_kwargs=True)
 
     def _keys_at(self, position: int) -> list[Tensor]:
@@ -436,11 +387,13 @@ class ModelAdapter:
     def _run_both_ways(self, *, static: bool) -> tuple[KVCache, Tensor, Tensor]:
         """Prefill prompts of three tokens and one, and decode one more token of each.
 
+        The first sequence is the longest, of `_CHECKED_TOKENS`.
+
         Returns:
             The cache, and the logits after two tokens: prefilled without pads, and decoded.
         """
         shapes, token = self.layer_shapes(), self._any_token
-        cache = KVCache(shapes, [Slab(4)] * len(shapes), 2)
+        cache = KVCache(shapes, [Slab(_CHECKED_TOKENS)] * len(shapes), 2)
         prompts = torch.tensor([[token] * 3, [0, 0, token]])
         chunk = StepLayout(cache, [0, 1], [3, 1])
         prefill = ForwardInput(prompts, chunk, wants_logits=True)
@@ -487,45 +440,17 @@ def _receive_states(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
         given.states = output.last_hidden_state
 
 
-def _steering_hook(layer_idx: int) -> Any:
-    def steer(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given: ForwardInput = kwargs["kvpolicy_forward"]
-        if given.steer is None:
-            return None
-        states = args[0]  # [B, 1, M]
-        if isinstance(given.step, StaticStep) and given.step.in_graph:
-            return (steered(states[:, -1], layer_idx)[:, None], *args[1:]), kwargs
-        change = given.steer(layer_idx, states[:, -1])
-        return None if change is None else ((states + change[:, None], *args[1:]), kwargs)
-
-    return steer
-
-
-def _input_hook(layer_idx: int, hidden_size: int) -> Any:
-    """Notes what enters the attention of a layer, where its new rows are annotated."""
-
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given: ForwardInput | None = kwargs.get("kvpolicy_forward")
-        if given is not None and given.annotating is not None:
-            states = args[0] if args else kwargs.get("hidden_states")
-            given.attention_input = check_input(states, hidden_size, layer_idx)
-
-    return note
-
-
 class StepCache(Cache):
     """The cache of one forward: stores new rows in the slabs."""
 
     def __init__(self, step: StepLayout, given: ForwardInput) -> None:
         super().__init__(layers=[])
         self._step, self._given = step, given
-        self.stored: set[int] = set()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Store the new rows of a layer; return all rows to attend to, ``[B, H_kv, T, D]``."""
-        self.stored.add(layer_idx)
         shape = self._step.cache.layers[layer_idx].shape
         expected = (shape.num_kv_heads, shape.head_dim)
         for states in (key_states, value_states):
@@ -550,4 +475,4 @@ class StepCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen before this forward."""
-        return int(self._step.seq_len.max())
+        return int(self._step.tokens.seq_len.max())

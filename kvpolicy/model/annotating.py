@@ -1,55 +1,18 @@
 """Annotating: policies give the new rows of a layer numbers, asked from Python within a forward.
 
 In a graph, asking is one call of the operator ``kvpolicy::annotate``, which says which tracks it
-changes: policies run as they are, and the graph has no break. Whom it asks belongs to the forward
-under way in its thread.
+changes: policies run as they are, and the graph has no break.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Protocol
+from typing import Any
 
-import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
-
-# Asks for annotations: layer index, states [N, M], keys and values [N, H_kv, D], positions [N] ->
-# numbers [N, H_kv] by the name of a track.
-AskAnnotations = Callable[[int, Tensor, Tensor, Tensor, Tensor], Mapping[str, Tensor]]
-
-
-@attrs.frozen(eq=False)
-class Annotating:
-    """Who annotates the new rows of one forward.
-
-    Attributes:
-        ask: Asks the policies of a layer.
-        tracks: For each layer that is asked in a static step, the tracks that may be annotated.
-    """
-
-    ask: AskAnnotations
-    tracks: Mapping[int, tuple[str, ...]] = attrs.field(factory=dict)
-
-
-class HasAnnotating(Protocol):
-    """The forward under way, as far as annotations need it.
-
-    Attributes:
-        annotating: Who annotates; ``None``: nobody.
-        attention_input: What enters the attention of the layer under way, ``[B, L, M]``.
-    """
-
-    step: StepLayout | StaticStep
-    annotating: Annotating | None
-    attention_input: Tensor | None
-
-
-_UNDER_WAY: ContextVar[Annotating | None] = ContextVar("annotating", default=None)
+from kvpolicy.model.forward_input import Annotating, ForwardInput, forward_under_way
 
 _LIBRARY = torch.library.Library("kvpolicy", "FRAGMENT")
 _LIBRARY.define(
@@ -58,19 +21,7 @@ _LIBRARY.define(
 )
 
 
-@contextmanager
-def annotating(under_way: Annotating | None) -> Iterator[None]:
-    """Answer the operator in a ``with`` block."""
-    token = _UNDER_WAY.set(under_way)
-    try:
-        yield
-    finally:
-        _UNDER_WAY.reset(token)
-
-
-def annotate_stored_rows(
-    given: HasAnnotating, layer_idx: int, keys: Tensor, values: Tensor
-) -> None:
+def annotate_stored_rows(given: ForwardInput, layer_idx: int, keys: Tensor, values: Tensor) -> None:
     """Annotate the rows that a layer has just stored in a forward that is not static.
 
     Args:
@@ -88,7 +39,7 @@ def annotate_stored_rows(
     step.annotate(layer_idx, given.annotating.ask(layer_idx, *arguments))
 
 
-def annotate_static_rows(given: HasAnnotating, layer_idx: int, key: Tensor, value: Tensor) -> None:
+def annotate_static_rows(given: ForwardInput, layer_idx: int, key: Tensor, value: Tensor) -> None:
     """Annotate the rows that a layer has just stored in a static step, and keep states for later.
 
     Args:
@@ -115,13 +66,25 @@ def annotate_static_rows(given: HasAnnotating, layer_idx: int, key: Tensor, valu
             _annotate(given.annotating, states, key, value, *written, layer_idx)
 
 
-def _taken_input(given: HasAnnotating) -> Tensor | None:
+def _taken_input(given: ForwardInput) -> Tensor | None:
     """What entered the attention of this layer, which is needed no more."""
     states, given.attention_input = given.attention_input, None
     return states
 
 
-def check_input(states: object, hidden_size: int, layer_idx: int) -> Tensor:
+def input_hook(layer_idx: int, hidden_size: int) -> Any:
+    """Notes what enters the attention of a layer, where its new rows are annotated."""
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given: ForwardInput | None = kwargs.get("kvpolicy_forward")
+        if given is not None and given.annotating is not None:
+            states = args[0] if args else kwargs.get("hidden_states")
+            given.attention_input = _checked(states, hidden_size, layer_idx)
+
+    return note
+
+
+def _checked(states: object, hidden_size: int, layer_idx: int) -> Tensor:
     """What a model gives its attention, if it is states of the expected shape.
 
     Raises:
@@ -137,23 +100,14 @@ def check_input(states: object, hidden_size: int, layer_idx: int) -> Tensor:
     return states
 
 
-def _ask(
-    states: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tracks: list[Tensor],
-    rows: Tensor,
-    seq_len: Tensor,
-    live: Tensor,
-    layer_idx: int,
-) -> None:
-    under_way = _UNDER_WAY.get()
-    assert under_way is not None, "a forward whose rows are annotated says by whom"
-    _annotate(under_way, states, key, value, tracks, rows, seq_len, live, layer_idx)
+def _ask(*tensors: Any) -> None:
+    annotating = forward_under_way().annotating
+    assert annotating is not None, "a forward whose rows are annotated says by whom"
+    _annotate(annotating, *tensors)
 
 
 def _annotate(
-    under_way: Annotating,
+    annotating: Annotating,
     states: Tensor,
     key: Tensor,
     value: Tensor,
@@ -164,8 +118,8 @@ def _annotate(
     layer_idx: int,
 ) -> None:
     """Ask for the annotations of one new row in every slot, and write them."""
-    annotations = under_way.ask(layer_idx, states, key, value, seq_len)
-    for name, track in zip(under_way.tracks[layer_idx], tracks, strict=True):
+    annotations = annotating.ask(layer_idx, states, key, value, seq_len)
+    for name, track in zip(annotating.tracks[layer_idx], tracks, strict=True):
         if name in annotations:
             _write(track, annotations[name], rows, live)
 

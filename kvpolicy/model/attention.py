@@ -16,8 +16,9 @@ from kvpolicy.attention.softmax import PLAIN, Softmax
 from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
-from kvpolicy.model.annotating import HasAnnotating, annotate_static_rows
+from kvpolicy.model.annotating import annotate_static_rows
 from kvpolicy.model.config import hiding_window
+from kvpolicy.model.forward_input import ForwardInput
 
 
 def attend(
@@ -43,7 +44,7 @@ def attend(
     Returns:
         Attention output, ``[B, H_q, L, D]``.
     """
-    layer, opened = step.cache.layers[layer_idx], step.layers[layer_idx]
+    layer, opened, tokens = step.cache.layers[layer_idx], step.layers[layer_idx], step.tokens
     step.attended.add(layer_idx)
     layer.softmax = softmax
     if opened.remembers:
@@ -65,7 +66,7 @@ def attend(
         scaling=scaling,
         softmax=softmax,
         accumulated=accumulated,
-        is_real=torch.from_numpy(step.is_real).to(keys.device) if step.has_pads else None,
+        is_real=torch.from_numpy(tokens.is_real).to(keys.device) if tokens.has_pads else None,
     )
     for name, received in accumulated.items():
         opened.receive(name, received)
@@ -85,7 +86,7 @@ def attention_function(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    kvpolicy_forward: HasAnnotating | None = None,
+    kvpolicy_forward: ForwardInput | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Adapt `attend` to transformers' ``AttentionInterface``.

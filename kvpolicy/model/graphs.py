@@ -88,16 +88,17 @@ class GraphRunner:
         self._weights: list[Mapping[str, Tensor | None]] = []
         self._addresses: list[int] = []
 
-    def __call__(self, call: Callable[..., Any], step: StaticStep, given: Any) -> Output:
+    def __call__(self, call: Callable[..., Any], given: Any) -> Output:
         """As `static_forward`. The output is overwritten by the next step."""
+        step: StaticStep = given.step
         if self.problem is None:
             self._note_changes(module_of(call), step)
         kind = (given.draws, *step.drawn_by)
         for width in (step.cache.num_slots, step.width):
             if self.problem is None and (width, *kind) not in self._graphs:
-                self._add((width, *kind), call, step, given)
+                self._add((width, *kind), call, given)
         if self.problem is not None:
-            return self._forward(call, step, given)
+            return self._forward(call, given)
         graph = self._graphs[step.width, *kind]
         graph.replay()
         return graph.output
@@ -106,13 +107,11 @@ class GraphRunner:
         """Capture every step again, because what was captured lacks work that has failed."""
         self._graphs.clear()
 
-    def _add(
-        self, key: tuple[Any, ...], call: Callable[..., Any], step: StaticStep, given: Any
-    ) -> None:
+    def _add(self, key: tuple[Any, ...], call: Callable[..., Any], given: Any) -> None:
         """Capture a step of some width, which does what the step under way does."""
         try:
-            with step.idle(key[0]):
-                self._graphs[key] = self._capture(lambda: self._forward(call, step, given))
+            with given.step.idle(key[0]):
+                self._graphs[key] = self._capture(lambda: self._forward(call, given))
         except RuntimeError as error:  # of CUDA, of Triton's compiler, of kernels that wait
             self.problem = f"a step cannot be captured: {error_summary(error)}"
             self._graphs.clear()

@@ -11,9 +11,7 @@ transformers takes the length of the longest sequence of a batch, and remembers 
 Here each sequence has the frequencies that it has alone, in a model that has served no other.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,14 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvpolicy.cache.layout import StepLayout
 from kvpolicy.errors import ModelError
+from kvpolicy.model.forward_input import forward_under_way
 
 _FIXED = {"default", "linear", "llama3", "ntk_alpha", "proportional", "yarn"}
 _BY_LENGTH = {"dynamic", "longrope"}
-
-# Tokens of each sequence of the forward under way, once its prompt is in. Not an argument, as
-# models pass none to their rotary embedding.
-_lengths: ContextVar[list[int]] = ContextVar("lengths")
 
 
 def rope_types(rotary: nn.Module) -> set[str]:
@@ -93,16 +89,6 @@ def _original(rope: dict[str, Any], stated: int) -> int:
     return rope.get("original_max_position_embeddings") or stated
 
 
-@contextmanager
-def serving(lengths: list[int]) -> Iterator[None]:
-    """Note the tokens of each sequence for the rotary embeddings that are called meanwhile."""
-    before = _lengths.set(lengths)
-    try:
-        yield
-    finally:
-        _lengths.reset(before)
-
-
 def by_sequence(rotary: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
     """A forward for a rotary embedding that treats every sequence as if it were alone."""
     return partial(_rotate_by_sequence, rotary)
@@ -112,9 +98,11 @@ def _rotate_by_sequence(
     rotary: nn.Module, states: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines, ``[B, L, R]`` each."""
+    step = forward_under_way().step  # models pass their rotary embedding no other arguments
+    assert isinstance(step, StepLayout), "steps of models that rotate by length are eager"
     parts = [
         _rotate_alone(rotary, length, states, position_ids[row : row + 1], *args, **kwargs)
-        for row, length in enumerate(_lengths.get())
+        for row, length in enumerate(step.totals.tolist())
     ]
     cos, sin = zip(*parts, strict=True)
     return torch.cat(cos), torch.cat(sin)

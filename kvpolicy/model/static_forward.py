@@ -47,22 +47,20 @@ class NewRows(Cache):
 _NEW_ROWS = cache_argument(NewRows())
 
 # Runs the model over a static step: `static_forward`, or what does the same in less time.
-StaticForward = Callable[[Callable[..., Any], StaticStep, Any], tuple[Tensor, Tensor | None]]
+StaticForward = Callable[[Callable[..., Any], Any], tuple[Tensor, Tensor | None]]
 
 
-def static_forward(
-    call: Callable[..., Any], step: StaticStep, given: Any
-) -> tuple[Tensor, Tensor | None]:
+def static_forward(call: Callable[..., Any], given: Any) -> tuple[Tensor, Tensor | None]:
     """Run the model over a static step, and finish the step if it draws its tokens itself.
 
     Args:
         call: The twin of the model, or its ``forward``.
-        step: The step.
-        given: The forward, for attention and hooks; a hook fills in its hidden states.
+        given: A `ForwardInput`, for attention and hooks; a hook fills in its hidden states.
 
     Returns:
         Logits, ``[W, V]``, and, if wanted, hidden states after the final norm, ``[W, 1, M]``.
     """
+    step: StaticStep = given.step
     output = call(
         input_ids=step.token_ids[: step.width, None],
         position_ids=step.position_ids,
@@ -127,9 +125,7 @@ class Compiled:
         """Seconds of a clock that stands still while this compiles."""
         return time.perf_counter() - self.seconds
 
-    def __call__(
-        self, call: Callable[..., Any], step: StaticStep, given: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, call: Callable[..., Any], given: Any) -> tuple[Tensor, Tensor | None]:
         """As `static_forward`.
 
         Raises:
@@ -138,7 +134,7 @@ class Compiled:
         start, graphs = time.perf_counter(), counters["stats"]["unique_graphs"]
         try:
             with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
-                return self._forward(call, step, given)
+                return self._forward(call, given)
         except TorchDynamoException as error:
             name = type(module_of(call)).__name__
             msg = (

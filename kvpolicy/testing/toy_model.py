@@ -17,9 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from kvpolicy.cache.slab import LayerShape, Rotate
 from kvpolicy.cache.static_step import StaticStep
-from kvpolicy.model.adapter import ForwardInput, ModelAdapter
+from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.annotating import annotate_static_rows, annotate_stored_rows
 from kvpolicy.model.attention import attend
+from kvpolicy.model.forward_input import ForwardInput
 from kvpolicy.model.packed import PackedWeights
 from kvpolicy.model.rope import rotate_halves
 from kvpolicy.state import LayerWeights

@@ -12,7 +12,7 @@ from strategies import plans, prompts
 from tiny import FAMILIES, shared_model
 
 from kvpolicy import Engine, Plan, PolicyCache
-from kvpolicy.model.adapter import ForwardInput
+from kvpolicy.model.forward_input import ForwardInput
 
 NUM_LAYERS = 2
 # As in test_isolation.py: in double precision the order of additions does not matter.
@@ -66,7 +66,7 @@ def prefill_shapes(lengths: list[int], **options: Any) -> list[list[int]]:
     engine = Engine(shared_model(), plan=plan, slots=len(lengths), **options)
     forwards = forwards_of(engine)
     engine.generate([[3] * length for length in lengths], max_new_tokens=1).results()
-    return [one.step.lengths.tolist() for one in forwards]
+    return [one.step.tokens.lengths.tolist() for one in forwards]
 
 
 def test_as_many_sequences_as_fit_are_prefilled_together_in_their_order() -> None:

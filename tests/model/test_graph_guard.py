@@ -23,8 +23,9 @@ from kvpolicy.cache.slab import KVCache, Slab
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.requests.request import Sampling
 from kvpolicy.model import static_forward
-from kvpolicy.model.adapter import ForwardInput, ModelAdapter
+from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.annotating import annotate_static_rows
+from kvpolicy.model.forward_input import ForwardInput
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6]
 SAMPLINGS = [Sampling(), Sampling(0.8, seed=3), Sampling(0.7, top_k=5, top_p=0.9, seed=4)]
@@ -64,7 +65,7 @@ def test_a_static_step_holds_only_what_a_graph_can(
     assert min(layer.keys.nbytes for layer in step.cache.layers) > MOST_BYTES
     before = step.rows.clone()
     with guarded(MOST_BYTES_OF_DRAWING if drawn else MOST_BYTES) as mode:
-        static_forward.static_forward(_twin(model), step, given)
+        static_forward.static_forward(_twin(model), given)
     assert mode.num_calls > 50
     assert (step.rows - before == 1).all()
 
@@ -154,7 +155,7 @@ def test_the_guard_catches(name: str) -> None:
 def test_the_guard_catches_a_step_that_reads_its_rows() -> None:
     given = begun_decode(tiny_model(), Plan.uniform("full"), requests())
     with pytest.raises(GraphError, match=r"a value|values of the host"), guarded():
-        static_forward.static_forward(_twin(tiny_model()), given.step, given)
+        static_forward.static_forward(_twin(tiny_model()), given)
 
 
 def test_the_guard_lets_views_of_large_tensors_pass() -> None:
@@ -187,7 +188,7 @@ def test_a_step_on_a_gpu_meets_no_tensor_of_the_host(
         step._serve(4)
         step._columns = step._all_columns
         given = ForwardInput(step.token_ids[:, None], step, draws=True)
-        logits, _ = static_forward.static_forward(adapter._twin.current(), step, given)
+        logits, _ = static_forward.static_forward(adapter._twin.current(), given)
     assert logits.device.type == GPU
     assert logits.shape == (4, model.config.vocab_size)
 

@@ -13,8 +13,8 @@ from kvpolicy.cache.layout import StepLayout
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.compat import cache_argument
 from kvpolicy.errors import ModelError
-from kvpolicy.model.adapter import ForwardInput
 from kvpolicy.model.attention import attention_function
+from kvpolicy.model.forward_input import ForwardInput
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6]
 
@@ -117,6 +117,15 @@ def test_supported_families_are_accepted_in_every_precision(
 ) -> None:
     for eager in (False, True):
         Engine(family_model(family, dtype=dtype), plan=Plan.uniform("full"), eager=eager)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("window", [2, 3])
+def test_a_window_of_a_few_tokens_runs(window: int, eager: bool) -> None:
+    model = family_model("mistral", window=window)
+    engine = Engine(model, plan=Plan.uniform("full"), eager=eager)
+    for prompt, result in zip(PROMPTS, engine.generate(PROMPTS, max_new_tokens=9), strict=True):
+        assert list(result.tokens) == greedy_tokens(model, prompt, 9)
 
 
 def test_a_configuration_that_names_no_end_token_ends_nothing() -> None:

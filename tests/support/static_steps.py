@@ -4,7 +4,7 @@ from typing import Any
 
 from kvpolicy import Engine, Plan, Request
 from kvpolicy.engine.engine import Run
-from kvpolicy.model.adapter import ForwardInput
+from kvpolicy.model.forward_input import ForwardInput
 
 
 def begun_decode(model: Any, plan: Plan, requests: list[Request], **options: Any) -> ForwardInput:

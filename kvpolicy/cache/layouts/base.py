@@ -626,8 +626,15 @@ class Kept:
         copied_bytes: The largest temporary copy.
     """
 
-    num_rows: int | np.ndarray
+    num_rows: int
     copied_bytes: int
+
+
+def taken(slab: Tensor, index: Tensor) -> Tensor:
+    """Rows of a slab by their places among those of all its entries and heads, a copy."""
+    # Copies a row at a time, several times as fast as `gather`, which copies numbers.
+    rows = slab.flatten(0, 2).index_select(0, index.flatten())
+    return rows.reshape(*index.shape, *slab.shape[3:])
 
 
 def read_rows(span: Span, stack: SlabStack) -> tuple[Tensor, Tensor]:
@@ -714,8 +721,7 @@ class OpenSlabs(OpenRows):
         for slabs, new in ((store.keys, keys), (store.values, values)):
             for slab, rows in zip(slabs, store.encode(tokens.real(new)), strict=True):
                 self.put(slab, rows)
-        positions = self.layer.positions
-        self.put(positions, tokens.on(positions.device).positions[:, None])
+        self.put(self.layer.positions, tokens.on(self.layer.shape.device).positions[:, None])
         all_keys, all_values = (
             store.decode([self.read(slab) for slab in side]) for side in (store.keys, store.values)
         )

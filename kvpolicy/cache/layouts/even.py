@@ -19,6 +19,7 @@ from kvpolicy.cache.layouts.base import (
     OpenSlabs,
     RowLayout,
     Span,
+    taken,
 )
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.stack import SlabStack, slot_index
@@ -85,7 +86,10 @@ class EvenSpan(Span):
         # An index that is wrong, which may be known only later, must not reach other slots.
         within = keep.clamp(0, self.num_rows - 1)
         compact = backend_for(keep.device, stack.shape.dtype).compact
-        move = self._by_copy(within) if compact is None else self._in_place(within, compact)
+        if compact is None:
+            move = self._by_copy(self.row_index(within, stack.positions))
+        else:
+            move = self._in_place(within, compact)
         store, most = stack.store, 0
         for slabs, replacement in ((store.keys, keys), (store.values, values)):
             if replacement is None:
@@ -129,14 +133,10 @@ class EvenSpan(Span):
 
         return move
 
-    def _by_copy(self, keep: Tensor) -> _Move:
+    def _by_copy(self, index: Tensor) -> _Move:
         """Moves rows by way of a copy."""
-        index: Tensor | None = None
 
         def move(slab: Tensor, empty: int | None) -> int:
-            nonlocal index
-            if index is None:
-                index = self.row_index(keep, slab)
             rows = taken(slab, index)
             self.put(slab, 0, rows)
             if empty is not None:
@@ -144,13 +144,6 @@ class EvenSpan(Span):
             return rows.nbytes
 
         return move
-
-
-def taken(slab: Tensor, index: Tensor) -> Tensor:
-    """Rows of a slab by their places, see `EvenSpan.row_index`, a copy."""
-    # Copies a row at a time, several times as fast as `gather`, which copies numbers.
-    rows = slab.flatten(0, 2).index_select(0, index.flatten())
-    return rows.reshape(*index.shape, *slab.shape[3:])
 
 
 @attrs.frozen(eq=False)

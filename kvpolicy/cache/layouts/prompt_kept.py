@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.layouts.base import Around, Entries, LayerCache, Span
-from kvpolicy.cache.layouts.even import EvenSpan, taken
+from kvpolicy.cache.layouts.base import Around, Entries, LayerCache, Span, taken
+from kvpolicy.cache.layouts.even import EvenSpan
 from kvpolicy.cache.stack import SlabStack
 from kvpolicy.devices import upload
 

@@ -26,6 +26,7 @@ from kvpolicy.cache.layouts.base import (
     RowLayout,
     Span,
     read_rows,
+    taken,
 )
 from kvpolicy.cache.layouts.segments import (
     even_bounds,
@@ -104,9 +105,8 @@ class Ragged(RowLayout):
     def columns(self, layer: LayerCache, slots: Sequence[int]) -> Columns:
         """The rows of the segments, aligned on the right, a copy."""
         rows, most = self.counts.rows[layer.index, list(slots)], self.fullest(layer.index, slots)
-        served = slot_index(slots)
-        places, present = self.places(layer, served, rows, int(most.max()))
-        return Columns(partial(in_columns, served, places, present), present)
+        index, present = self.places(layer, slot_index(slots), rows, int(most.max()))
+        return Columns(partial(in_columns, index, present), present)
 
     def places(
         self, layer: LayerCache, served: slice | list[int], rows: np.ndarray, num_columns: int
@@ -120,11 +120,15 @@ class Ragged(RowLayout):
             num_columns: Columns, ``T``: rows of the fullest head.
 
         Returns:
-            Places in the pools of the slots, ``[B, H_kv, T]``, and which of them have a row, bool.
+            Places in a slab of the layer, see `taken`, ``[B, H_kv, T]``, and which of them have a
+            row, bool.
         """
-        device = layer.shape.device
+        device, capacity = layer.shape.device, layer.slab.capacity
+        entries = Entries(served, device)
         numbers = upload(rows, device)[:, None, None] + torch.arange(-num_columns, 0, device=device)
-        return places_of(bounds_of(layer)[served], layer.slab.capacity, numbers)
+        places, present = places_of(entries.of(bounds_of(layer)), capacity, numbers)
+        pools = entries.places * layer.shape.num_kv_heads * capacity
+        return pools[:, None, None] + places, present
 
     def place(self, layer: LayerCache, slot: int, held: LayerContents) -> Span:
         """Segments side by side."""
@@ -180,9 +184,7 @@ class RaggedSpan(Span):
 
     def read(self, slab: Tensor) -> Tensor:
         """These rows; 0, or -1 of positions, where a head has none."""
-        rows = self._gathered(slab, self._places)
-        absent = ~self.present.view(*self.present.shape, *[1] * (rows.dim() - 3))
-        return rows.masked_fill_(absent, -1 if slab.dtype == torch.int64 else 0)
+        return in_columns(self._index(slab, self._places), self.present, slab)
 
     def write(self, slab: Tensor, rows: Tensor) -> None:
         """Replace these rows."""
@@ -228,6 +230,7 @@ class RaggedSpan(Span):
         targets = torch.where(mask, targets, size).flatten(1)
         own = torch.arange(size + 1, device=keep.device).expand(len(mask), -1)
         sources = own.scatter(1, targets, self._places.flatten(1))[:, :size]
+        moved_from = self._index(stack.positions, sources)
         filled = torch.zeros_like(own, dtype=torch.bool).scatter_(1, targets, True)[:, :size]
         columns = torch.arange(mask[0].numel(), device=keep.device).expand(len(mask), -1)
         column = torch.zeros_like(own).scatter(1, targets, columns)[:, :size]
@@ -235,14 +238,14 @@ class RaggedSpan(Span):
         for slabs, replacement in ((store.keys, keys), (store.values, values)):
             given = [None] * len(slabs) if replacement is None else store.encode(replacement)
             for slab, rows in zip(slabs, given, strict=True):
-                moved = self._gathered(slab, sources)
+                moved = taken(slab, moved_from)
                 if rows is not None:
                     index = column[..., None].expand(-1, -1, slab.shape[3])
                     new = rows.flatten(1, 2).gather(1, index)
                     moved = torch.where(filled[..., None], new, moved)
                 most = max(most, self._put(slab, moved))
         for slab, empty in [(stack.positions, -1), *((one, 0) for one in stack.tracks.values())]:
-            moved = self._gathered(slab, sources).masked_fill_(~filled, empty)
+            moved = taken(slab, moved_from).masked_fill_(~filled, empty)
             most = max(most, self._put(slab, moved))
         most = max(most, self._put(stack.tables["bounds"], bounds))
         self._layout.note_leads(*self._where, counts.amax(dim=1) - num_kept)
@@ -261,12 +264,10 @@ class RaggedSpan(Span):
         newest = torch.arange(self.num_rows, device=mask.device) >= self.num_rows - num_kept
         return torch.where(fits[:, None, None], mask, self.present & newest)
 
-    def _gathered(self, tensor: Tensor, places: Tensor) -> Tensor:
-        """Rows at some places of the pools of a slab, a copy."""
-        size = tensor.shape[1] * tensor.shape[2]
-        index = places + (self.entries.places * size).view(-1, *[1] * (places.dim() - 1))
-        rows = tensor.flatten(0, 2).index_select(0, index.flatten())
-        return rows.reshape(*places.shape, *tensor.shape[3:])
+    def _index(self, slab: Tensor, places: Tensor) -> Tensor:
+        """Places in the pools of these entries as places in a slab, see `taken`."""
+        pools = self.entries.places * slab.shape[1] * slab.shape[2]
+        return pools.view(-1, *[1] * (places.dim() - 1)) + places
 
     def _put(self, tensor: Tensor, contents: Tensor) -> int:
         """Replace all that these entries have in a tensor of the stack; the bytes of that."""
@@ -292,7 +293,7 @@ class OpenRagged(OpenSlabs):
         most = int((layout.fullest(layer.index, slots) + tokens.lengths).max())
         bounds, capacity = bounds_of(layer), layer.slab.capacity
         after = before + tokens.lengths
-        self._places, self._present = layout.places(layer, tokens.served, after, most)
+        self._index, self._present = layout.places(layer, tokens.served, after, most)
         new = tokens.rows(before, device)
         ones = tokens.on(device)
         new_places, _ = places_of(bounds[ones.slots], capacity, new[:, None, None])
@@ -309,17 +310,12 @@ class OpenRagged(OpenSlabs):
 
     def read(self, slab: Tensor) -> Tensor:
         """The rows of a slab in columns, a copy; 0 where there is no row."""
-        return in_columns(self.tokens.served, self._places, self._present, slab)
+        return in_columns(self._index, self._present, slab)
 
     def add(self, track: Tensor, received: Tensor) -> None:
         """Add to a track where columns have a row."""
-        pools = track[self.tokens.served].flatten(1)
-        held = pools.gather(1, self._places.flatten(1)).reshape(self._places.shape) + received
-        size = pools.shape[1]
-        # What a head has no row for goes behind the pool, and is left out.
-        targets = torch.where(self._present, self._places, size).flatten(1)
-        wider = torch.cat([pools, pools[:, :1]], dim=1).scatter_(1, targets, held.flatten(1))
-        track[self.tokens.served] = wider[:, :size].view(-1, *track.shape[1:])
+        added = torch.where(self._present, received, 0)  # the others name the first row of a head
+        track.view(-1).index_add_(0, self._index.flatten(), added.flatten())
 
     def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new rows behind those held."""
@@ -328,9 +324,8 @@ class OpenRagged(OpenSlabs):
         return all_keys, all_values
 
 
-def in_columns(served: slice | list[int], places: Tensor, present: Tensor, slab: Tensor) -> Tensor:
-    """The rows of a slab in columns, ``[B, H_kv, T, D]``, 0 where there is no row."""
-    index = places.flatten(1)[..., None].expand(-1, -1, slab.shape[3])
-    rows = slab[served].flatten(1, 2).gather(1, index)
-    rows = rows.reshape(*places.shape, -1)
-    return rows.masked_fill_(~present[..., None], 0)
+def in_columns(index: Tensor, present: Tensor, slab: Tensor) -> Tensor:
+    """The rows of a slab at some places, ``[B, H_kv, T, ...]``; 0, or -1, where there is no row."""
+    rows = taken(slab, index)
+    absent = ~present.view(*present.shape, *[1] * (rows.dim() - 3))
+    return rows.masked_fill_(absent, -1 if slab.dtype == torch.int64 else 0)

@@ -61,6 +61,7 @@ class NewTokens:
         self.has_pads = not self.is_real.all()
         self.position_ids: np.ndarray = np.maximum(self.seq_len[:, None] + self.token, 0)
         self.beside_bytes = 0
+        self._sequences, _ = np.nonzero(self.is_real)  # of each token, without pads
         self._shared: dict[object, object] = {}
 
     def shared(self, key: object, make: Callable[[], _T]) -> _T:
@@ -81,15 +82,15 @@ class NewTokens:
         return self.shared(("tokens", device), lambda: self._on(device))
 
     def _on(self, device: torch.device) -> Tokens:
-        sequences, _ = np.nonzero(self.is_real)
-        positions = self.seq_len[sequences] + self.token[self.is_real]
+        sequences = self._sequences
+        positions = self.position_ids[self.is_real]
         arrays = (sequences, self.slots[sequences], positions)
         return Tokens(*(torch.from_numpy(array).to(device) for array in arrays))
 
     def rows(self, before: np.ndarray, device: torch.device) -> Tensor:
         """Row of each token, ``[N]``, in slabs that hold so many rows before them, ``[B]``."""
-        sequences, _ = np.nonzero(self.is_real)
-        return torch.from_numpy(before[sequences] + self.token[self.is_real]).to(device)
+        rows = before[self._sequences] + self.token[self.is_real]
+        return torch.from_numpy(rows).to(device)
 
     def newest(self, size: int, device: torch.device) -> tuple[Tensor, ...]:
         """The newest tokens that a ring of queries takes, and where.
@@ -102,6 +103,6 @@ class NewTokens:
     def _newest(self, size: int, device: torch.device) -> tuple[Tensor, ...]:
         recent = self.is_real & (self.token >= self.lengths[:, None] - size)
         sequences, columns = np.nonzero(recent)
-        place = (self.seq_len[sequences] + self.token[recent]) % size
+        place = self.position_ids[recent] % size
         arrays = (sequences, columns, self.slots[sequences], place)
         return tuple(torch.from_numpy(array).to(device) for array in arrays)

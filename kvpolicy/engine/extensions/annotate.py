@@ -23,7 +23,7 @@ from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.step import Drawn, Output, Step
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
-from kvpolicy.model.annotating import Annotating
+from kvpolicy.model.forward_input import Annotating
 from kvpolicy.model.tensor_parallel import SingleProcess
 from kvpolicy.plan.resolved import LayerPlan
 from kvpolicy.state import Bound

@@ -19,7 +19,8 @@ from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
-from kvpolicy.model.adapter import ForwardInput, ModelAdapter
+from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.forward_input import ForwardInput
 from kvpolicy.state import Lookahead, Memory
 
 

@@ -22,7 +22,8 @@ from kvpolicy.cache.slab import KVCache, Slab
 from kvpolicy.engine.extensions.lookahead import LookaheadQueries
 from kvpolicy.engine.tracing import recording
 from kvpolicy.errors import HookError, HookResultError, PolicyLoadError
-from kvpolicy.model.adapter import ForwardInput, ModelAdapter
+from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.forward_input import ForwardInput
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 from kvpolicy.state import Memory
 

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import kvpolicy
-from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.engine import Engine
 from kvpolicy.lab.bench.contenders.contender import MODEL_ALONE
 from kvpolicy.lab.bench.contenders.engine import evicts, filled_run
@@ -167,11 +166,9 @@ class _InGraphForm(Compiled):
         self.seconds = 0.0
         self._run = forward
 
-    def __call__(
-        self, call: Callable[..., Any], step: StaticStep, given: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, call: Callable[..., Any], given: Any) -> tuple[Tensor, Tensor | None]:
         """As `static_forward`."""
-        return self._run(call, step, given)
+        return self._run(call, given)
 
 
 class _Counted:
