@@ -39,6 +39,10 @@ from kvpolicy.plan.toml import Override, parse_value
 # results there will be.
 Follow = Callable[[Iterable[Result], str, int], Iterator[Result]]
 
+# Settings that change what is drawn, where a task names them; `Sampling` has them by these names.
+_PENALTIES = ("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+# Tokens before which a generation does not end, as transformers and as vLLM call them.
+_LEAST_TOKENS = ("min_new_tokens", "min_tokens")
 # Settings of transformers' generate() whose default changes nothing.
 _WITHOUT_EFFECT = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
 
@@ -297,7 +301,9 @@ class PolicyLM(HFLM):
 
     def _request(self, prompt: list[int], settings: Mapping[str, Any]) -> Request:
         until = settings["until"]
-        ends = {*self.engine.adapter.stop_ids, *map(self._special_token, until), self.eot_token_id}
+        own = settings.get("eos_token_id", self.engine.adapter.stop_ids)
+        ends = {*own, *settings.get("stop_token_ids", ())}
+        ends |= {*map(self._special_token, until), self.eot_token_id}
         return Request(
             prompt,
             settings["max_gen_toks"],
@@ -305,6 +311,7 @@ class PolicyLM(HFLM):
             # While a model thinks, line breaks and the like do not end its answer.
             () if self.think_end_token is not None else tuple(until),
             tuple(sorted(end for end in ends if end is not None)),
+            min_new_tokens=settings.get("min_new_tokens"),
         )
 
     def _text_of(self, result: Result, until: Sequence[str]) -> str:
@@ -406,12 +413,14 @@ def read_settings(generation: Mapping[str, Any], task: str | None) -> dict[str, 
 
     Args:
         generation: ``until``, ``max_gen_toks`` and its other names, ``do_sample``,
-            ``temperature``, ``top_p``, ``top_k``, ``seed``.
+            ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``seed``; ``repetition_penalty``,
+            ``frequency_penalty``, ``presence_penalty``; ``min_new_tokens`` or ``min_tokens``;
+            ``eos_token_id``, which replaces the model's own, and ``stop_token_ids`` beside them.
         task: Name of the task, for messages.
 
     Returns:
         ``until``, ``max_gen_toks``, ``temperature`` (0: greedy), ``top_k`` (0: off), ``top_p``,
-        and ``seed`` if it was given.
+        and the others if they were given.
 
     Raises:
         TaskError: A value is not valid, or the engine does not have the setting.
@@ -428,9 +437,19 @@ def read_settings(generation: Mapping[str, Any], task: str | None) -> dict[str, 
             "top_k": given.pop("top_k", 0) or 0,
             "top_p": given.pop("top_p", 1.0),
         }
-        if "seed" in given:
-            settings["seed"] = given.pop("seed")
-        _sampling(settings)
+        settings |= {name: given.pop(name) for name in ("seed", *_PENALTIES) if name in given}
+        for name in _LEAST_TOKENS:
+            if name in given:
+                settings["min_new_tokens"] = given.pop(name)
+        for name in ("eos_token_id", "stop_token_ids"):
+            if given.get(name) is not None:
+                settings[name] = _ids(given.pop(name))
+        Request(
+            (),
+            settings["max_gen_toks"],
+            _sampling(settings),
+            min_new_tokens=settings.get("min_new_tokens"),
+        )
     except (KVPolicyError, TypeError, ValueError) as error:
         msg = f"task '{task}' has generation_kwargs that are not valid: {error}"
         raise TaskError(msg) from error
@@ -446,5 +465,15 @@ def read_settings(generation: Mapping[str, Any], task: str | None) -> dict[str, 
 
 def _sampling(settings: Mapping[str, Any]) -> Sampling:
     return Sampling(
-        settings["temperature"], settings["top_k"], settings["top_p"], settings.get("seed", 0)
+        settings["temperature"],
+        settings["top_k"],
+        settings["top_p"],
+        settings.get("seed", 0),
+        **{name: settings[name] for name in _PENALTIES if settings.get(name) is not None},
     )
+
+
+def _ids(given: int | Iterable[int]) -> list[int]:
+    """One token id or several."""
+    ids = Request((), stop_ids=given).stop_ids
+    return list(ids or ())

@@ -8,7 +8,7 @@ entry point of the group ``kvpolicy.presets`` maps the name to the package whose
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import attrs
 import cattrs
@@ -200,6 +200,7 @@ def load_preset(name_or_path: str) -> SweepConfig:
 def _structure(data: dict[str, Any], folder: Path, name: str) -> SweepConfig:
     converter = cattrs.Converter(forbid_extra_keys=True)
     converter.register_structure_hook(int, lambda value, _: _integer(value))
+    converter.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _choice)
     try:
         normalized = _with_series(_with_lists(data), folder)
         return attrs.evolve(converter.structure(normalized, SweepConfig), name=name)
@@ -264,6 +265,15 @@ def _integer(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         msg = f"{value!r:.60} is not a whole number"
         raise TypeError(msg)
+    return value
+
+
+def _choice(value: object, kind: Any) -> Any:
+    """Accept one of the values of a `Literal`."""
+    choices = get_args(kind)
+    if value not in choices:
+        msg = f"{value!r:.60} is none of the choices {', '.join(map(repr, choices))}"
+        raise ValueError(msg)
     return value
 
 

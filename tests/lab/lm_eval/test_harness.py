@@ -78,6 +78,7 @@ def generation(*contexts: str, **settings: Any) -> list[Any]:
 def test_texts_equal_the_harness_if_nothing_is_evicted() -> None:
     free = lm().generate_until(generation(text(9, 0), max_gen_toks=30))[0]
     common = max(set(free), key=free.count)
+    (end,) = TOKENIZER(common)["input_ids"]
     asked = [
         (text(5 + 7 * number, number), settings)
         for number in range(6)
@@ -86,13 +87,16 @@ def test_texts_equal_the_harness_if_nothing_is_evicted() -> None:
             {"max_gen_toks": 12, "until": []},
             {"max_new_tokens": 40, "until": [common, "7"], "do_sample": False},
             {"max_gen_toks": 25, "until": "tea", "temperature": 0.0},
+            {"max_gen_toks": 25, "repetition_penalty": 1.5},
+            {"max_gen_toks": 25, "eos_token_id": end},
+            {"max_gen_toks": 25, "eos_token_id": [end], "min_new_tokens": 9},
         )
     ]
     requests = instances("generate_until", asked)
     ours, theirs = lm().generate_until(requests), hf_lm().generate_until(requests)
     assert ours == theirs
     assert len(set(ours)) > len(asked) / 3, "texts differ, so that their order matters"
-    assert any(len(one) < len(other) for one, other in zip(ours[2::4], ours[0::4], strict=True))
+    assert any(len(one) < len(other) for one, other in zip(ours[2::7], ours[0::7], strict=True))
 
 
 @pytest.mark.needs_reasoner
@@ -197,6 +201,17 @@ def test_the_answer_follows_the_end_of_thinking() -> None:
         ({"do_sample": True}, {"temperature": 1.0}),
         ({"do_sample": True, "seed": 3}, {"temperature": 1.0, "seed": 3}),
         ({"max_tokens": 9, "until": "a", "num_beams": 1}, {"max_gen_toks": 9, "until": ["a"]}),
+        ({"repetition_penalty": 1.2, "min_p": 0.1}, {"repetition_penalty": 1.2, "min_p": 0.1}),
+        (
+            {"frequency_penalty": 0.5, "presence_penalty": -1},
+            {"frequency_penalty": 0.5, "presence_penalty": -1},
+        ),
+        ({"min_tokens": 3}, {"min_new_tokens": 3}),
+        ({"min_new_tokens": 3}, {"min_new_tokens": 3}),
+        (
+            {"eos_token_id": 5, "stop_token_ids": [7, 8]},
+            {"eos_token_id": [5], "stop_token_ids": [7, 8]},
+        ),
     ],
 )
 def test_settings_of_tasks_are_read(settings: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -210,7 +225,11 @@ def test_settings_of_tasks_are_read(settings: dict[str, Any], expected: dict[str
     ("settings", "message"),
     [
         ({"num_beams": 4}, "num_beams=4"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_p": 2}, "min_p"),
+        ({"min_tokens": -1}, "min_new_tokens"),
+        ({"eos_token_id": ["a"]}, "stop_ids"),
         ({"do_sample": True, "temperature": -1}, "temperature"),
         ({"temperature": "warm"}, "warm"),
         ({"max_gen_toks": "many"}, "many"),
