@@ -394,13 +394,15 @@ def _cannot_load(name: str | Path, reason: str) -> ModelError:
 
 
 def _hint(name: str) -> str:
+    """Names like this one; of a folder that is there nobody meant another."""
+    if _is(Path.is_dir, name):
+        return ""
     folder = Path(name).parent
     siblings = []
     if _is(Path.is_dir, str(folder)):
         with suppress(OSError):
             siblings = [str(one) for one in sorted(folder.iterdir()) if one.is_dir()]
-    known = [one for one in [*installed_models(), *siblings] if one != name.rstrip("/")]
-    near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
+    near = difflib.get_close_matches(name, [*installed_models(), *siblings], n=2, cutoff=0.7)
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 

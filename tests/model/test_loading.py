@@ -138,6 +138,21 @@ def test_broken_folder_raises_one_sentence(
     assert str(folder) in str(caught.value)
 
 
+def test_other_folders_are_offered_for_a_name_that_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("weights", "weights-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="weights"):
+        load_model("./weihgts")
+    for name in ("weights", "./weights", tmp_path / "weights"):
+        with pytest.raises(ModelError, match="JSON") as caught:
+            load_model(name)
+        assert "mean" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_file_raises(name: str, model_folder: Path) -> None:
     with pytest.raises(ModelError, match="folder"):
