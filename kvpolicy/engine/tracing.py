@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.requests.detokenize import decode_after
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.errors import KVPolicyError, error_summary
 from kvpolicy.hooks.checks import mask_of
@@ -422,8 +423,14 @@ def evicted_rows(
             ranges = _ranges(rows)
             texts = None
             if tokenizer is not None:
-                ids = (sequence.token_ids(first, last + 1) for first, last in ranges)
-                texts = tuple(tokenizer.decode(one) for one in ids)
+                texts = tuple(
+                    decode_after(
+                        tokenizer,
+                        sequence.token_ids(0, first),
+                        sequence.token_ids(first, last + 1),
+                    )
+                    for first, last in ranges
+                )
             found.append(EvictedRows(sequence.id, tuple(heads), ranges, texts))
     return tuple(found)
 

@@ -1,7 +1,7 @@
 """Recordings of hook calls are complete and correct, and do not change a run."""
 
 import json
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import attrs
@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from recorder import Recorder
 from strategies import plans, prompts
 from tiny import shared_model, tiny_tokenizer
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.engine.tracing import HookCall, TensorInfo, Trace, recording
@@ -285,8 +288,16 @@ class RecordsEvictions:
         return keep
 
 
-def test_evicted_rows_are_recorded_with_their_text() -> None:
-    policy, tokenizer = RecordsEvictions(), tiny_tokenizer()
+def spaced_tokenizer() -> PreTrainedTokenizerFast:
+    """As of Llama: the first word of a text has no space before it."""
+    tokenizer = Tokenizer(WordLevel({f"▁w{i}": i for i in range(61)}, unk_token="▁w0"))
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("make_tokenizer", [tiny_tokenizer, spaced_tokenizer])
+def test_evicted_rows_are_recorded_with_their_text(make_tokenizer: Callable[[], Any]) -> None:
+    policy, tokenizer = RecordsEvictions(), make_tokenizer()
     plan = Plan.uniform("h2o", policy, budget=10, buffer=4)
     trace, results = trace_of(plan, tokenizer, hooks=["select"], kept=True)
     found = []
@@ -294,7 +305,8 @@ def test_evicted_rows_are_recorded_with_their_text() -> None:
         for left in call.left:
             ids = [*PROMPTS[left.request], *results[left.request].tokens]
             for (first, last), text in zip(left.ranges, left.texts, strict=True):
-                assert text == tokenizer.decode(ids[first : last + 1])
+                before = tokenizer.decode(ids[:first])
+                assert before + text == tokenizer.decode(ids[: last + 1])
             evicted = tuple(p for first, last in left.ranges for p in range(first, last + 1))
             assert left.num_rows == len(evicted)
             found += [(call.layer, head, evicted) for head in left.heads]

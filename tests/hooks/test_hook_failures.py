@@ -219,6 +219,25 @@ class FailsAlways:
         raise LookupError
 
 
+class FailsToObserve:
+    @hookimpl
+    def observe(self) -> None:
+        raise LookupError
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2])
+def test_an_answer_that_was_complete_has_no_error_and_its_failure_is_told(
+    max_new_tokens: int,
+) -> None:
+    prompt, plan = [1, 2, 3], Plan.uniform("h2o", budget=8, buffer=4)
+    (expected,) = Engine(MODEL, plan=plan).generate([prompt], max_new_tokens=1).results()
+    engine = Engine(MODEL, plan=with_last(plan, FailsToObserve()), on_hook_error="answer")
+    results, failures = stepped(engine.generate([prompt], max_new_tokens=max_new_tokens))
+    assert [failure.requests for failure in failures] == [(0,)]
+    assert results[0].tokens == expected.tokens
+    assert (results[0].error is None) == (max_new_tokens == 1)
+
+
 def test_hooks_are_not_called_for_failed_sequences() -> None:
     fails = FailsAlways()
     plan = Plan.uniform(fails, budget=8, buffer=4)

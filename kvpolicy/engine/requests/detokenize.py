@@ -34,6 +34,29 @@ def decode(tokenizer: Any, tokens: abc.Sequence[int], *, skip_special_tokens: bo
     return text
 
 
+def decode_after(tokenizer: Any, before: abc.Sequence[int], tokens: abc.Sequence[int]) -> str:
+    """The text that tokens add to the text of those before them, special tokens included.
+
+    Args:
+        tokenizer: Decodes them.
+        before: The tokens before; only the last ones are looked at.
+        tokens: The tokens.
+
+    Raises:
+        RequestError: The tokenizer raises.
+    """
+    context = list(before[-_CONTEXT:])
+    shown = decode(tokenizer, context, skip_special_tokens=False)
+    whole = decode(tokenizer, [*context, *tokens], skip_special_tokens=False)
+    return whole[num_equal(shown, whole) :]
+
+
+def num_equal(one: str, other: str) -> int:
+    """Characters with which both texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 class TextDecoder:
     """The text of tokens that come one after another: at any time that of decoding all of them.
 

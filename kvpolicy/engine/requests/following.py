@@ -7,6 +7,8 @@ space. In the middle of a text both are wrong.
 from collections import abc
 from typing import Any
 
+from kvpolicy.engine.requests.detokenize import num_equal
+
 # Texts that are put in front, and whose tokens are then left out.
 _IN_FRONT = ("\n", "a", ".")
 _CONTEXT = 8  # tokens before the text that are decoded with it
@@ -29,7 +31,7 @@ def following(tokenizer: Any, before: abc.Sequence[int], text: str) -> list[int]
         joined = tokenizer.decode([*context, *ids], skip_special_tokens=False)
         if joined == wanted:
             return ids
-        num_right = _num_equal(joined, wanted)
+        num_right = num_equal(joined, wanted)
         if num_right > most:
             best, most = ids, num_right
     return best
@@ -42,12 +44,6 @@ def _ways(tokenizer: Any, text: str) -> abc.Iterator[list[int]]:
         first, both = _plain(tokenizer, front), _plain(tokenizer, front + text)
         if both[: len(first)] == first:  # not grown together
             yield both[len(first) :]
-
-
-def _num_equal(one: str, other: str) -> int:
-    """Characters with which both texts begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _plain(tokenizer: Any, text: str) -> list[int]:

@@ -202,7 +202,7 @@ class RunReport:
 
 @attrs.frozen
 class HookFailure:
-    """A hook call that has failed; its requests have ended with the error.
+    """A hook call that has failed; its requests have ended, with the error unless they were complete.
 
     It has nothing of prompts or answers, so it may be logged.
 
@@ -252,7 +252,8 @@ class Events:
         tokens: New tokens, as (request id, token).
         results: Results of requests that have ended.
         logprobs: Log-probabilities of the new tokens of a request, by its id, if it asks for them.
-        failures: Hook calls that have failed, if that ends requests and not the run.
+        failures: Hook calls that have failed, if that ends requests and not the run. `observe` may
+            fail for a request that has its last token: its result has no error then.
     """
 
     tokens: list[tuple[int, int]]

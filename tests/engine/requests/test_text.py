@@ -11,7 +11,7 @@ from tokenizer_kinds import BEGIN, END, KINDS, TOOL, TURN
 
 from kvpolicy import Engine, Plan, Request
 from kvpolicy.engine.engine import Run
-from kvpolicy.engine.requests.detokenize import TextDecoder, TextPieces
+from kvpolicy.engine.requests.detokenize import TextDecoder, TextPieces, decode_after
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.sampler import forced
 
@@ -77,6 +77,19 @@ def test_text_is_that_of_all_tokens_at_any_time(kind: str, data: st.DataObject) 
         final.append(decoder.final)
     whole = decoded(tokenizer, tokens)
     assert all(whole.startswith(one) for one in final)
+
+
+@kinds
+@given(data=st.data())
+def test_text_after_other_tokens_is_what_they_add(kind: str, data: st.DataObject) -> None:
+    tokenizer = tokenizer_of(kind)
+    tokens = tokenizer(data.draw(texts), add_special_tokens=False)["input_ids"]
+    number = data.draw(st.integers(0, len(tokens)))
+    before = decoded(tokenizer, tokens[:number], skip_special_tokens=False)
+    whole = decoded(tokenizer, tokens, skip_special_tokens=False)
+    if whole.startswith(before):  # no part of a character, and nothing that is cleaned up
+        added = decode_after(tokenizer, tokens[:number], tokens[number:])
+        assert before + added == whole
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "unigram", "WordPiece", "BPE with suffixes"])
