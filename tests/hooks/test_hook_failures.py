@@ -220,22 +220,29 @@ class FailsAlways:
 
 
 class FailsToObserve:
+    """Fails for the first tokens of marked sequences."""
+
     @hookimpl
-    def observe(self) -> None:
-        raise LookupError
+    def observe(self, token_ids: Tensor) -> None:
+        if token_ids[0] == MARK:
+            raise LookupError
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2])
 def test_an_answer_that_was_complete_has_no_error_and_its_failure_is_told(
     max_new_tokens: int,
 ) -> None:
-    prompt, plan = [1, 2, 3], Plan.uniform("h2o", budget=8, buffer=4)
-    (expected,) = Engine(MODEL, plan=plan).generate([prompt], max_new_tokens=1).results()
-    engine = Engine(MODEL, plan=with_last(plan, FailsToObserve()), on_hook_error="answer")
-    results, failures = stepped(engine.generate([prompt], max_new_tokens=max_new_tokens))
+    plain, plan = (
+        Plan.uniform("h2o", *others, budget=8, buffer=4) for others in ([], [FailsToObserve()])
+    )
+    (expected,) = Engine(MODEL, plan=plain).generate([[MARK, 3]], max_new_tokens=1).results()
+    engine = Engine(MODEL, plan=plan, on_hook_error="answer")
+    requests = [Request([MARK, 3], max_new_tokens), Request([1] * 20, 2)]
+    (result, other), failures = stepped(engine.generate(requests))
     assert [failure.requests for failure in failures] == [(0,)]
-    assert results[0].tokens == expected.tokens
-    assert (results[0].error is None) == (max_new_tokens == 1)
+    assert result.tokens == expected.tokens
+    assert (result.error is None) == (max_new_tokens == 1)
+    assert other.error is None
 
 
 def test_hooks_are_not_called_for_failed_sequences() -> None:

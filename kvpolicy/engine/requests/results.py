@@ -202,7 +202,7 @@ class RunReport:
 
 @attrs.frozen
 class HookFailure:
-    """A hook call that has failed; its requests have ended, with the error unless they were complete.
+    """A hook call that has failed; its requests have ended, with the error if they went on.
 
     It has nothing of prompts or answers, so it may be logged.
 

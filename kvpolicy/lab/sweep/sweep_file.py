@@ -200,7 +200,7 @@ def load_preset(name_or_path: str) -> SweepConfig:
 def _structure(data: dict[str, Any], folder: Path, name: str) -> SweepConfig:
     converter = cattrs.Converter(forbid_extra_keys=True)
     converter.register_structure_hook(int, lambda value, _: _integer(value))
-    converter.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _choice)
+    converter.register_structure_hook_func(_is_literal, _choice)
     try:
         normalized = _with_series(_with_lists(data), folder)
         return attrs.evolve(converter.structure(normalized, SweepConfig), name=name)
@@ -266,6 +266,10 @@ def _integer(value: object) -> int:
         msg = f"{value!r:.60} is not a whole number"
         raise TypeError(msg)
     return value
+
+
+def _is_literal(kind: Any) -> bool:
+    return get_origin(kind) is Literal
 
 
 def _choice(value: object, kind: Any) -> Any:
