@@ -52,8 +52,8 @@ class KVCache:
         seq_len: Tokens each slot's sequence has seen, ``[S]``.
         prompt_len: Tokens at the beginning of each slot's sequence whose rows stay in layers that
             keep prompts, ``[S]``.
-        num_pads: Rows of each slot in each layer that stored padding takes up,
-            ``[layers, S]``; 0 unless the plan says ``padding = "stored"``.
+        num_reserved: Rows of each slot in each layer that no token may have, ``[layers, S]``: the
+            budget and the capacity are so much less.
         capacity: Rows allocated for each slot in each layer, ``[layers]``.
         slides: Whether a layer takes any number of tokens without a compaction, because its oldest
             row leaves a full slab with every token, ``[layers]``.
@@ -80,7 +80,7 @@ class KVCache:
         self.num_slots = num_slots
         self.counts = counts = Counts(len(shapes), num_slots)
         self.rows, self.prompt_rows = counts.rows, counts.prompt_rows
-        self.compacted_at, self.num_pads = counts.compacted_at, counts.num_pads
+        self.compacted_at, self.num_reserved = counts.compacted_at, counts.num_reserved
         self.seq_len, self.prompt_len = counts.seq_len, counts.prompt_len
         self.capacity = counts.capacity
         layouts = compose(shapes, slabs, self.counts)
@@ -107,10 +107,11 @@ class KVCache:
         self.counts.note_copy(num_bytes)
 
     def fullest(self, layer_idx: int, slots: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Rows of the fullest KV head of some slots in a layer, ``[B]``."""
-        return self.layers[layer_idx].layout.fullest(layer_idx, slots)
+        """Rows of the fullest KV head of some slots that a compaction chooses from, ``[B]``."""
+        fullest = self.layers[layer_idx].layout.fullest(layer_idx, slots)
+        return fullest - self.prompt_rows[layer_idx, slots]
 
-    def num_candidates(self, slots: Sequence[int]) -> np.ndarray:
+    def num_candidates(self, slots: Sequence[int] | slice) -> np.ndarray:
         """Rows of these slots that a compaction chooses from, ``[layers, B]``."""
         candidates: np.ndarray = self.rows[:, slots] - self.prompt_rows[:, slots]
         return candidates

@@ -23,6 +23,7 @@ from kvpolicy.attention.draw import SamplingColumns, SamplingNumbers, columns_of
 from kvpolicy.cache.rings import LAST_STATES, StateRing, put_states
 from kvpolicy.cache.slab import KVCache, LayerCache
 from kvpolicy.devices import upload
+from kvpolicy.errors import KVPolicyError
 
 # In a mirror: what the tensor holds is not known.
 _UNKNOWN = -1
@@ -110,7 +111,17 @@ class StaticStep:
                 always so on a GPU.
             padded: Whether a step serves a power of 2 of slots, or all, so that there are few
                 widths.
+
+        Raises:
+            KVPolicyError: A layer cannot be served, see `Layer.static_problem`.
         """
+        for layer in cache.layers:
+            if (problem := layer.static_problem) is not None:
+                msg = (
+                    f"decode steps cannot be static: layer {layer.index} {problem}; give the "
+                    "engine eager=True"
+                )
+                raise KVPolicyError(msg)
         device = cache.layers[0].shape.device
         self.in_graph = in_graph or device.type != "cpu"
         self._padded = padded
@@ -364,7 +375,6 @@ class StaticStep:
     def _open(self, layer_idx: int) -> DecodeLayer:
         """What attention in a layer reads and changes."""
         layer, served = self.cache.layers[layer_idx], slice(self.width)
-        assert layer.store.is_plain, "rows in another form are read by eager steps only"
         tracks = {name: track[served] for name, track in layer.tracks.items()}
         accumulated = [tracks.pop(name) for name in layer.accumulators]
         return DecodeLayer(

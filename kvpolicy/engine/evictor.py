@@ -121,7 +121,7 @@ class Evictor:
         if not new or not (self._asked_due or due.any()):
             return
         self._ask_due(due, new, slots)
-        over_budget = self._budgets - cache.num_pads[:, slots]
+        over_budget = self._budgets - cache.num_reserved[:, slots]
         due &= cache.num_candidates(slots) > over_budget
         due &= np.array([seq.finish_reason is None for seq in new])
         if not due.any():
@@ -162,8 +162,9 @@ class Evictor:
             HookResultError: If a policy's answer breaks the contract.
         """
         groups: dict[object, list[DueSlot]] = defaultdict(list)
+        candidates = self._cache.num_candidates(slice(None))
         for one in due:
-            num_rows = self._num_rows(one)
+            num_rows = int(candidates[one.layer_idx, one.slot])
             if num_rows > one.budget:
                 # Hooks see no padding: sequences with equally many rows and stored queries are
                 # compacted together.
@@ -230,16 +231,13 @@ class Evictor:
                         buffer=layer.buffer,
                         memory=Memory([seq.memory for seq in sequences]),
                     )
+            if all(seq.finish_reason is not None for seq in sequences):
+                return  # a policy has failed: there is nobody left to ask about
             answer = answers[key]
             if answer is not None:
                 due[layer_idx] |= answer.numpy() & (seq_len >= prompt_len)
 
     # Which slots are asked about together
-
-    def _num_rows(self, due: DueSlot) -> int:
-        """Rows that hooks see."""
-        place = due.layer_idx, due.slot
-        return int(self._cache.rows[place] - self._cache.prompt_rows[place])
 
     def _asked(self, due: DueSlot) -> object:
         """What the slots have in common that hooks are asked about together."""
@@ -250,10 +248,8 @@ class Evictor:
         return id(layer.stack), id(due.stack), alike
 
     def _most_rows(self, due: DueSlot) -> int:
-        """Rows of the fullest KV head."""
-        place = due.layer_idx, due.slot
-        most = int(self._cache.fullest(due.layer_idx, [due.slot])[0])
-        return most - int(self._cache.prompt_rows[place])
+        """Rows of the fullest KV head that hooks see."""
+        return int(self._cache.fullest(due.layer_idx, [due.slot])[0])
 
     def _calls(self, group: list[DueSlot]) -> abc.Iterator[list[DueSlot]]:
         """Divide a group between layers, so that no call is too large."""
@@ -289,10 +285,9 @@ class Evictor:
             self._choose(one)
             self._evict(one)
             return
-        if going := _going_on(due):  # the model has failed for others of the call
-            for name, numbers in tracks.items():
-                one.rows.set_track(name, numbers)
-            self._compact_layer(going)
+        going = _going_on(due)  # the model has failed for others of the call
+        self._undo(one, tracks if going else {})
+        self._compact_layer(going)
 
     def _compact_together(self, layers: list[list[DueSlot]]) -> bool:
         """Compact slots of several layers; if a policy fails to choose, nothing, and false."""
@@ -302,10 +297,7 @@ class Evictor:
         try:
             keep = self._choose(one)
         except HookError:
-            for name, numbers in tracks.items():
-                one.rows.set_track(name, numbers)
-            if one.late is not None:
-                self._late.remove(one.late)
+            self._undo(one, tracks)
             return False
         if not due[0].stack.implements("evict"):
             self._evict(one)
@@ -322,6 +314,13 @@ class Evictor:
                     continue
                 self._compact_layer(_going_on(chosen))
         return True
+
+    def _undo(self, one: Compaction, tracks: abc.Mapping[str, Tensor]) -> None:
+        """Forget a call that has failed, which may have changed tracks."""
+        for name, numbers in tracks.items():
+            one.rows.set_track(name, numbers)
+        if one.late is not None:
+            self._late.remove(one.late)
 
     def _compaction(self, due: list[DueSlot]) -> Compaction:
         rows = self._make_rows(

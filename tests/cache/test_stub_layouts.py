@@ -28,6 +28,7 @@ from kvpolicy.cache.slot_contents import copy_slot, fill_slot
 from kvpolicy.cache.stack import Stack
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.cache.store import RowStore
+from kvpolicy.errors import KVPolicyError
 
 
 class Int8Store(RowStore):
@@ -102,12 +103,14 @@ def test_rows_in_8_bits_run_in_every_layout(kind: str, monkeypatch: pytest.Monke
     assert len(held) == 6
 
 
-def test_a_static_step_does_not_read_rows_in_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_steps_refuse_what_their_kernels_cannot_read(
+    cache: KVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KVPolicyError, match=r"layer 1 holds no rows.*eager=True"):
+        StaticStep(cache)
     monkeypatch.setattr(RowLayout, "store", Int8Store)
-    shape = LayerShape(2, 2, 4, torch.float32, torch.device("cpu"))
-    step = StaticStep(KVCache([shape], [Slab(4)], 1))
-    with pytest.raises(AssertionError):
-        step.begin([1], [])
+    with pytest.raises(KVPolicyError, match=r"layer 0 stores rows in another form.*eager=True"):
+        Engine(tiny_model(), plan=PLANS["even"])
 
 
 def test_a_slot_of_8_bits_is_small(monkeypatch: pytest.MonkeyPatch) -> None:

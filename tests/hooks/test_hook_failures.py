@@ -134,6 +134,22 @@ def test_interrupted_run_cannot_continue() -> None:
 # --- on_hook_error="answer" -----------------------------------------------------------------
 
 
+class TellsLayersApart:
+    """Is asked layer by layer, and fails in each."""
+
+    @hookimpl
+    def due(self, layer_idx: int) -> Tensor:
+        raise IndexError(layer_idx)
+
+
+def test_a_failure_is_told_once_and_no_other_layer_is_asked() -> None:
+    plan = Plan.uniform("streaming", TellsLayersApart(), budget=8, buffer=4)
+    run, failures = Engine(MODEL, plan=plan, on_hook_error="answer").generate([[1], [2]]), []
+    while run.num_open:
+        failures += run.step().failures
+    assert [(one.requests, one.layer_idx) for one in failures] == [((0, 1), 0)]
+
+
 @given(
     prompts(count=5, max_len=40),
     st.sets(st.integers(0, 4), max_size=3),

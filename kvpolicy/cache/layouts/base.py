@@ -46,7 +46,7 @@ class Counts:
         self.rows = np.zeros((num_layers, num_slots), dtype=np.int64)
         self.prompt_rows = np.zeros((num_layers, num_slots), dtype=np.int64)
         self.compacted_at = np.zeros((num_layers, num_slots), dtype=np.int64)
-        self.num_pads = np.zeros((num_layers, num_slots), dtype=np.int64)
+        self.num_reserved = np.zeros((num_layers, num_slots), dtype=np.int64)
         self.seq_len = np.zeros(num_slots, dtype=np.int64)
         self.prompt_len = np.zeros(num_slots, dtype=np.int64)
         self.capacity = np.zeros(num_layers, dtype=np.int64)
@@ -55,7 +55,7 @@ class Counts:
     @property
     def per_slot(self) -> list[np.ndarray]:
         """The numbers of each slot; the last axis is the slot."""
-        of_layers = [self.rows, self.prompt_rows, self.compacted_at, self.num_pads]
+        of_layers = [self.rows, self.prompt_rows, self.compacted_at, self.num_reserved]
         return [*of_layers, self.seq_len, self.prompt_len]
 
     def drop_first(
@@ -100,6 +100,11 @@ class Layer:
         tokens without a compaction.
         """
         return self.slab.capacity == self.shape.sliding_window
+
+    @property
+    def static_problem(self) -> str | None:
+        """Why static steps cannot serve it: their kernels read slabs; ``None``: they can."""
+        return "holds no rows"
 
     @property
     def num_bytes(self) -> int:
@@ -264,7 +269,7 @@ class RowLayout(Layout):
     def room(self, slots: Sequence[int]) -> np.ndarray:
         """Tokens that these slots take in these layers before one is due, ``[n, B]``."""
         counts, own = self.counts, self.own
-        limit = counts.capacity[own][:, None] - counts.num_pads[own][:, slots]
+        limit = counts.capacity[own][:, None] - counts.num_reserved[own][:, slots]
         free: np.ndarray = limit - counts.rows[own][:, slots]
         return free
 
@@ -490,6 +495,11 @@ class LayerCache(Layer):
         self.window = None if stack.window is None else stack.window[self.slots]
         bounds = stack.tables.get("bounds")
         self.bounds = None if bounds is None else bounds[self.slots]
+
+    @property
+    def static_problem(self) -> str | None:
+        """Why static steps cannot serve it."""
+        return None if self.store.is_plain else "stores rows in another form than they are read in"
 
     @property
     def keys(self) -> Tensor:

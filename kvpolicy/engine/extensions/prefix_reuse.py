@@ -85,9 +85,7 @@ class Prefixes:
         self.cuts_prompts = all(one.cuts_prompts for one in declared) and not (
             adapter.rotates_by_length
         )
-        windows = [shape.sliding_window for shape in adapter.layer_shapes()]
-        keeps_more = any(map(_keeps_more_than_rows, stacks)) or any(windows)
-        self.ends_chunks = keeps_more or not self.cuts_prompts
+        self.ends_chunks = any(map(_keeps_more_than_rows, stacks)) or not self.cuts_prompts
         sizes = [layer.budget + layer.buffer for layer in plan.layers if layer.budget is not None]
         block = store.block_tokens
         self.stride = -(-max(sizes, default=1) // block) * block
@@ -365,17 +363,16 @@ class PrefixReuse(Extension):
         """
         cache, layer, place = self.cache, self.cache.layers[layer_idx], (layer_idx, seq.slot)
         num_rows = int(cache.rows[place]) - (self._seen(seq) - seen)
-        compacted_at, is_ragged = cache.compacted_at[place], layer.bounds is not None
+        compacted_at = cache.compacted_at[place]
         if part is None:
             return num_rows if compacted_at == 0 else None, (0, 0)
         held, num_columns = part.snapshot.contents.layers[layer_idx], part.num_columns(layer_idx)
         if compacted_at == held.compacted_at:
             num_new = min(seen - part.snapshot.seq_len, num_rows)
-            # Ragged layers have no window, and may have more columns than rows in the mean.
-            num_gone = 0 if is_ragged else num_columns - (num_rows - num_new)
+            num_gone = held.rows - (num_rows - num_new)
             return num_new, (num_gone, num_columns)
-        if not is_ragged and layer.shape.sliding_window is None:
-            staying = min(int(cache.prompt_rows[place]), held.prompt_rows)
+        staying = min(int(cache.prompt_rows[place]), held.prompt_rows)
+        if staying and not layer.layout.drops_unseen:
             return num_rows - staying, (0, staying)
         return None, (0, 0)
 
@@ -390,7 +387,9 @@ class PrefixReuse(Extension):
         return range((progress.seen // block + 1) * block, min(seen + 1, len(seq.prompt)), block)
 
     def _ends_chunks(self, seq: Sequence) -> bool:
-        return self._prefixes.ends_chunks or self._is_compacted(seq)
+        # Rows that have left unseen cannot be put back to where a block ended.
+        drop = any(layer.layout.drops_unseen for layer in self.cache.layers)
+        return self._prefixes.ends_chunks or drop or self._is_compacted(seq)
 
     def _next_end(self, seq: Sequence, seen: int) -> int | None:
         """Tokens at which the state of a sequence is stored next; ``None``: at no more."""

@@ -19,4 +19,4 @@ class StoredPads(Extension):
         longest = max(len(seq.prompt) for seq in group)
         for seq in group:
             num_pads = longest - len(seq.prompt)
-            self.cache.num_pads[:, seq.slot] = [min(num_pads, most) for most in self._most]
+            self.cache.num_reserved[:, seq.slot] = [min(num_pads, most) for most in self._most]

@@ -174,7 +174,7 @@ def footprint(
     for layer, stack, shape in parts:
         cache = _slot(shape, layer.slab(stack, tokens, prompt_tokens))
         window_bytes = 0 if cache.window is None else cache.window.nbytes
-        bounds_bytes = 0 if cache.bounds is None else cache.bounds.nbytes
+        of_rows = sum(slab.nbytes for slab in cache.slabs)
         layers.append(
             LayerFootprint(
                 plan=layer,
@@ -183,9 +183,7 @@ def footprint(
                 bytes_per_slot=cache.num_bytes,
                 full_bytes_per_slot=_slot(shape, Slab(tokens)).num_bytes,
                 kv_bytes_per_row=shape.row_bytes,
-                other_bytes_per_row=(cache.num_bytes - window_bytes - bounds_bytes)
-                // cache.slab.capacity
-                - shape.row_bytes,
+                other_bytes_per_row=of_rows // cache.slab.capacity - shape.row_bytes,
                 window_bytes_per_slot=window_bytes,
             )
         )

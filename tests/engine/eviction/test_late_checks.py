@@ -129,6 +129,28 @@ def test_the_run_ends_if_errors_are_raised(make: Callable[[], object]) -> None:
         start([make()], defers=True).results()
 
 
+class IsWrongAndFails:
+    """Scores of one sequence are NaN, and its rows cannot be selected."""
+
+    @hookimpl
+    def score(self, positions: Tensor, prompt_len: Tensor) -> Tensor:
+        wrong = (prompt_len == PROMPTS[1])[:, None, None]
+        return positions.float().masked_fill(wrong, torch.nan)
+
+    @hookimpl
+    def select(self, prompt_len: Tensor) -> None:
+        if (prompt_len == PROMPTS[1]).any():
+            msg = "no choice"
+            raise LookupError(msg)
+
+
+def test_a_call_that_has_failed_is_not_checked_later() -> None:
+    run, failures = start([IsWrongAndFails()], defers=True, on_hook_error="answer"), []
+    while run.num_open:
+        failures += run.step().failures
+    assert [(one.requests, one.hook) for one in failures] == [((1,), "select")]
+
+
 def test_a_wrapper_that_spoils_an_answer_is_named() -> None:
     @attrs.define(eq=False)
     class Spoils:
