@@ -8,6 +8,7 @@ FULL; KEEP=1, do not delete the copy.
 """
 
 import argparse
+import contextlib
 import os
 import random
 import re
@@ -137,10 +138,10 @@ class Checks:
             Stage("environment", self.environment),
             Stage("ruff", self.ruff, chain="lint"),
             Stage("mypy", lambda gate: gate.run(self._dev / "mypy"), chain="lint"),
+            Stage("collecting the tests", self.collection, chain="lint"),
             Stage("the README's installation", self.installation, chain="installation"),
             Stage("tests of what the change touches", self.touched),
-            Stage("the README's test command", self.readme, minutes=90),
-            Stage("slow tests", self.slow, minutes=180 if FULL else 60),
+            Stage("the README's test command, with slow tests", self.readme, minutes=90),
         ]
         # Chains, the longest first.
         longest = 180 if FULL else 60
@@ -153,9 +154,7 @@ class Checks:
             Stage("the newest transformers", self.newest, minutes=longest, chain="transformers"),
             Stage("wheel: contents", self.wheel, chain="wheel"),
             Stage("wheel: what reads installed files", self.installed, chain="wheel"),
-            Stage("wheel: the tutorial's package", self.tutorial, chain="wheel"),
-            Stage("wheel: a third party's package", self.recency, chain="wheel"),
-            Stage("wheel: a third party's package that uses more", self.usage, chain="wheel"),
+            Stage("wheel: the packages of third parties", self.third_parties, chain="wheel"),
             Stage("without the bundled reasoner", self.without_reasoner, chain="wheel"),
             Stage("the software of machines with a GPU", self.gpu, chain="gpu"),
         ]
@@ -163,8 +162,9 @@ class Checks:
             usual.append(Stage("lm-evaluation-harness", self.lm_eval, chain="lm-eval"))
         if FULL:
             usual += [
-                Stage("drawn properties", self.nightly, minutes=120),
-                Stage("transformers 5.12", lambda _: self._on("5.12.0", ["tests"]), minutes=60),
+                Stage("nightly tests", self.nightly, minutes=180),
+                Stage("drawn properties", self.drawn, minutes=120),
+                Stage("transformers 5.12", lambda _: self._on("5.12.0"), minutes=60),
                 Stage("Python 3.12", lambda _: self._on_python("3.12"), minutes=60),
                 Stage("Python 3.13", lambda _: self._on_python("3.13"), minutes=60),
             ]
@@ -202,6 +202,10 @@ class Checks:
         gate.run(self._dev / "ruff", "check", ".")
         gate.run(self._dev / "ruff", "format", "--check", ".")
 
+    def collection(self, gate: Gate) -> None:
+        """Import all tests; later stages find compiled what this one has compiled."""
+        gate.run(*self._pytest(self._dev, "--collect-only", "-qq"))
+
     @property
     def _dev(self) -> Path:
         if self._dev_programs is None:
@@ -237,7 +241,23 @@ class Checks:
         self._run_uv(*into, "-e", f".[{extras}]", *more)
         if not left_out:
             self._check_pins(bin_ / "python")
+        self._share_compiled(venv)
         return bin_
+
+    def _share_compiled(self, venv: Path) -> None:
+        """Give an environment what Python has compiled of the same files in the first one.
+
+        uv links one copy of each file into all environments; to compile what torch imports takes
+        longer than many a stage. Python sees from size and date of a file that it is the same.
+        """
+        first, compiled = self._gate.work / "dev", f"{sys.implementation.cache_tag}.pyc"
+        for file in first.rglob(f"site-packages/**/*.{compiled}"):
+            cache = venv / file.parent.relative_to(first)
+            source = f"{file.name.removesuffix(compiled)}py"
+            with contextlib.suppress(OSError):  # it is not there, or has been compiled
+                if os.path.samefile(file.parents[1] / source, cache.parent / source):
+                    cache.mkdir(exist_ok=True)
+                    os.link(file, cache / file.name)
 
     def _pins(self) -> list[str]:
         lines = (self._gate.root / "constraints.txt").read_text(encoding="utf-8").splitlines()
@@ -295,7 +315,8 @@ class Checks:
         if not (gate.root / ".venv").exists():  # no stage has done it
             self.installation(gate)
         _, test = self._commands_of_readme()
-        options = ("-q", "-p", "no:cacheprovider", "-n", JOBS)
+        # Slow tests are run with the others, because collecting all of them takes long, too.
+        options = ("-q", "-p", "no:cacheprovider", "-n", JOBS, *ALL)
         gate.pytest(*test.split(), *options)
 
     def _commands_of_readme(self) -> tuple[str, str]:
@@ -310,12 +331,11 @@ class Checks:
         bin_ = self._environment("numba", "dev,cpu,kernels")
         gate.pytest(*self._pytest(bin_, *QUICK), tests=["tests"] if FULL else DECODING)
 
-    def slow(self, gate: Gate) -> None:
-        tier = "slow or nightly" if FULL else "slow and not nightly"
-        options = ("-m", tier, "--ignore=tests/lab/cluster")
+    def nightly(self, gate: Gate) -> None:
+        options = ("-m", "nightly", "--ignore=tests/lab/cluster")
         gate.pytest(*self._pytest(self._dev, *options), tests=["tests"])
 
-    def nightly(self, gate: Gate) -> None:
+    def drawn(self, gate: Gate) -> None:
         gate.print(f"--hypothesis-seed={SEED}\n")
         options = ("-m", "hypothesis", f"--hypothesis-seed={SEED}")
         gate.pytest(
@@ -327,7 +347,7 @@ class Checks:
     # Other versions
 
     def oldest(self, gate: Gate) -> None:
-        self._on(OLDEST, ["tests"] if FULL else SEAM)
+        self._on(OLDEST)
         if not FULL and not self._change.touches("kvpolicy/lab/bench/contenders"):
             return
         # kvpress needs the oldest transformers, and older packages beside it.
@@ -338,9 +358,9 @@ class Checks:
         gate.pytest(*self._pytest(bin_, *options), tests=[kvpress], may_skip=False)
 
     def newest(self, gate: Gate) -> None:
-        self._on(NEWEST, ["tests"] if FULL else SEAM)
+        self._on(NEWEST)
 
-    def _on(self, transformers: str, tests: Sequence[str]) -> None:
+    def _on(self, transformers: str) -> None:
         """Run tests on another release of transformers, which brings its own two libraries."""
         release = transformers if transformers[0] in "<>" else f"=={transformers}"
         bin_ = self._environment(
@@ -350,7 +370,8 @@ class Checks:
             unpinned=("huggingface_hub", "tokenizers"),
         )
         self._gate.run(bin_ / "python", "-c", "import transformers as t; print(t.__version__)")
-        self._gate.pytest(*self._pytest(bin_, *QUICK), tests=tests)
+        options = (*QUICK, *(() if FULL else (f"--ignore={file}" for file in NOT_SEAM)))
+        self._gate.pytest(*self._pytest(bin_, *options), tests=["tests"] if FULL else SEAM)
 
     def _on_python(self, version: str) -> None:
         bin_ = self._environment(f"python{version}", "dev", python=interpreter(version))
@@ -389,7 +410,7 @@ class Checks:
         """In one process: it is one cluster of two nodes, of which tests kill one."""
         bin_ = self._environment("ray", "dev,ray")
         tests = ["tests/lab/cluster", "tests/serve/test_ray_serve.py"]
-        options = ("-m", "") if FULL else ALL
+        options = ("-m", "") if FULL else (*ALL, "-k", "on_ray or ray_serve")
         gate.pytest(*self._pytest(bin_, *options), tests=tests)
 
     def lm_eval(self, gate: Gate) -> None:
@@ -402,7 +423,9 @@ class Checks:
     def wheel(self, gate: Gate) -> None:
         """Build the wheel; it must hold the sources byte for byte, so that few tests suffice."""
         python = self._dev / "python"
-        gate.run(python, "-m", "build", "--wheel", "--outdir", gate.work / "dist", ".")
+        out = ("--outdir", gate.work / "dist")
+        # README's installation builds in isolation, with nothing but what pyproject.toml asks for.
+        gate.run(python, "-m", "build", "--wheel", "--no-isolation", *out, ".")
         gate.run(python, ".ci/check_wheel.py", self._wheel())
 
     def _wheel(self) -> Path:
@@ -418,6 +441,7 @@ class Checks:
             self._run_uv("venv", "-q", "--python", sys.executable, venv)
             into = ("pip", "install", "-q", "--python", venv / "bin/python")
             self._run_uv(*into, "-c", "constraints.txt", f"{self._wheel()}[dev]")
+            self._share_compiled(venv)
         return venv / "bin"
 
     def _away(self) -> Path:
@@ -436,54 +460,41 @@ class Checks:
         tests = [f"tests/{name}" for name in INSTALLED]
         gate.pytest(*self._pytest(bin_, *QUICK), tests=tests, cwd=self._away())
 
-    def tutorial(self, gate: Gate) -> None:
-        bin_, package = self._with_wheel(), gate.work / "tutorial"
-        gate.run(bin_ / "python", ".ci/write_tutorial.py", package)
-        self._install(package)
-        listed = gate.run(bin_ / "kvpolicy", "list", "--load", cwd=gate.work)
-        for name in ("key_norm", "value_norm"):
+    def third_parties(self, gate: Gate) -> None:
+        """Build third parties' distributions, install them, find them, run them and check them."""
+        bin_ = self._with_wheel()
+        tutorial = gate.work / "tutorial"
+        gate.run(bin_ / "python", ".ci/write_tutorial.py", tutorial)
+        examples = {package: gate.work / package for package in EXAMPLES}
+        for package, folder in examples.items():
+            shutil.copytree(gate.root / "docs/examples" / package, folder)
+        self._install(tutorial, *examples.values())
+        kvpolicy = bin_ / "kvpolicy"
+        listed = gate.run(kvpolicy, "list", "--load", cwd=gate.work)
+        policies = ("key_norm", "value_norm", "recency", "last_used")
+        for name in policies:
             if not re.search(rf"^{name} ", listed, re.M):
                 raise StageError(f"{name} is not listed")
-        gate.run(
-            bin_ / "kvpolicy", "check", "key_norm", "value_norm", "--cases", "5", cwd=gate.work
-        )
+        knobs = ("--set", "recency.half_life=8", "--set", "last_used.threshold=0.1")
+        gate.run(kvpolicy, "check", *policies, "--cases", "5", *knobs, cwd=gate.work)
+        model, limit = ("--model", "reasoner"), ("--max-new-tokens", "100")
+        for package, plan in EXAMPLES.items():
+            gate.run(kvpolicy, "plan", "show", plan, *model, cwd=examples[package])
+            words = ("run", "--plan", plan, *model, *limit, PROBLEM)
+            gate.run(kvpolicy, *words, cwd=examples[package])
+        tests = [f"{package}/tests" for package in EXAMPLES]
+        # Two packages may have tests of the same name.
+        gate.pytest(bin_ / "pytest", "--import-mode=importlib", tests=tests, cwd=gate.work)
 
-    def recency(self, gate: Gate) -> None:
-        self._example("kvpolicy-recency", "plan.toml", "recency", "half_life=8")
-
-    def usage(self, gate: Gate) -> None:
-        self._example("kvpolicy-usage", "answers.toml", "last_used", "threshold=0.1")
-
-    def _example(self, package: str, plan: str, policy: str, knob: str) -> None:
-        """Build a third party's distribution, install it, find it, run it and check it."""
-        gate, bin_ = self._gate, self._with_wheel()
-        folder = gate.work / package
-        shutil.copytree(gate.root / "docs/examples" / package, folder)
-        self._install(folder)
-        kvpolicy = bin_ / "kvpolicy"
-        if not re.search(rf"^{policy} ", gate.run(kvpolicy, "list", cwd=folder), re.M):
-            raise StageError(f"{policy} is not listed")
-        model = ("--model", "reasoner")
-        problem = (
-            "from kvpolicy_reasoner.task import make_problems; "
-            "print(make_problems(1, seed=1)[0].prompt)"
-        )
-        prompt = gate.run(bin_ / "python", "-c", problem, cwd=folder).strip()
-        gate.run(kvpolicy, "plan", "show", plan, *model, cwd=folder)
-        limit = ("--max-new-tokens", "100")
-        gate.run(kvpolicy, "run", "--plan", plan, *model, *limit, prompt, cwd=folder)
-        gate.pytest(bin_ / "pytest", tests=["tests"], cwd=folder)
-        gate.run(kvpolicy, "check", policy, "--cases", "5", "--set", f"{policy}.{knob}", cwd=folder)
-
-    def _install(self, package: Path) -> None:
+    def _install(self, *packages: Path) -> None:
         python = self._with_wheel() / "python"
-        self._run_uv("pip", "install", "-q", "--python", python, package)
+        self._run_uv("pip", "install", "-q", "--python", python, *packages)
 
     def without_reasoner(self, gate: Gate) -> None:
         """Commands and plans where the bundled reasoners, a plugin, are not installed."""
         bin_ = self._with_wheel()
-        examples = ("kvpolicy-key-norm", "kvpolicy-recency", "kvpolicy-usage")
-        self._run_uv("pip", "uninstall", "-q", "--python", bin_ / "python", *examples)
+        packages = ("kvpolicy-key-norm", *EXAMPLES)
+        self._run_uv("pip", "uninstall", "-q", "--python", bin_ / "python", *packages)
         gate.run(bin_ / "python", ".ci/remove_reasoner.py")
         tests = ["tests"] if FULL else [f"tests/{name}" for name in WITHOUT_REASONER]
         if not FULL:  # a new test may lack its marker
@@ -495,30 +506,41 @@ GPU_SOFTWARE = (
     *("torch==2.11.0", "triton==3.6.0", "transformers==5.17.0", "numpy==2.5.2", "attrs", "pluggy"),
     *("scipy", "typer", "rich", "numba", "hypothesis", "pytest", "pytest-benchmark"),
 )
-# Tests that decode in all ways that there are.
+# Tests of attention while decoding: every layout of rows, head sizes, windows and sums of weights.
 DECODING = (
-    *("tests/engine/eviction", "tests/engine/memory", "tests/engine/snapshots"),
-    *("tests/engine/test_accumulators.py", "tests/engine/test_bind.py"),
-    *("tests/engine/test_combinations.py", "tests/engine/test_exactness.py"),
-    *("tests/engine/test_keep_prompts.py", "tests/engine/test_static_steps.py"),
-    *("tests/hf/test_policy_cache.py", "tests/attention/test_on_cpu.py"),
+    *("tests/attention/test_on_cpu.py", "tests/cache/test_windows.py"),
+    *("tests/engine/memory/test_shared_heads.py", "tests/engine/eviction/test_budgets.py"),
+    *("tests/engine/test_accumulators.py", "tests/engine/test_combinations.py"),
+    *("tests/engine/test_exactness.py", "tests/engine/test_static_steps.py"),
+    "tests/hf/test_policy_cache.py::test_every_model_family_equals_the_engine",
 )
-# Tests of what calls transformers.
+# Tests of what calls transformers, and files among them that only use a model that it has built.
 SEAM = (
-    *("tests/hf", "tests/model", "tests/cli/test_run.py", "tests/engine/test_exactness.py"),
-    *("tests/engine/test_prefill.py", "tests/engine/test_static_steps.py"),
-    *("tests/engine/test_steer.py", "tests/engine/test_strides.py"),
+    *("tests/hf", "tests/model", "tests/engine/test_exactness.py"),
+    *("tests/engine/test_static_steps.py", "tests/engine/requests/test_generation_config.py"),
+)
+NOT_SEAM = (
+    *("tests/hf/test_policy_cache_hooks.py", "tests/model/test_attention.py"),
+    *("tests/model/test_fingerprint.py", "tests/model/test_graph_guard.py"),
+    *("tests/model/test_graphs.py", "tests/model/test_packed.py", "tests/model/test_rotation.py"),
+)
+# Third parties' packages, with a plan of each.
+EXAMPLES = {"kvpolicy-recency": "plan.toml", "kvpolicy-usage": "answers.toml"}
+PROBLEM = (
+    "<|user|> milk = wool + gold. gold is 0. fig = rent + fuel. meat is 1. fuel is 18. sugar is 19."
+    " pear is 2. plum = milk + rent. rent is 1. wood is 8. wool = fig - meat. What is plum?"
+    "<|assistant|><think>\n\n"
 )
 ON_RAY = (
     *("kvpolicy/lab/executors", "kvpolicy/lab/prompt_files", "kvpolicy/serve/on_ray"),
     *("tests/lab/cluster", "tests/serve/test_ray_serve.py"),
 )
-# Tests of what reads installed files and names; those of plans and hooks run without the reasoner.
+# Tests of what reads installed files and names; those of plans run without the reasoner.
 INSTALLED = (
     *("repo/test_packaging.py", "repo/test_startup.py", "reasoner/test_reasoner_bundled.py"),
     "cli/test_list.py",
 )
-WITHOUT_REASONER = ("cli/test_list.py", "cli/test_without_reasoner.py", "plan")
+WITHOUT_REASONER = ("cli/test_list.py", "cli/test_without_reasoner.py", "plan/test_plan.py")
 
 
 def main() -> int:

@@ -82,9 +82,9 @@ def some(values: Sequence[Any], number: int, *, whole: bool) -> Sequence[Any]:
     return values if whole else values[number % 4 :: 4]
 
 
-# Each value with some commands, and in the slow tests with all.
+# Each value with some commands, and in the nightly tests with all.
 WHOLE = pytest.mark.parametrize(
-    "whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"]
+    "whole", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["some", "all"]
 )
 
 

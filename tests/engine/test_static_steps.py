@@ -199,6 +199,7 @@ def states_after(engine: Engine, num_steps: int) -> list[Tensor]:
     return [tensor for layer in run.cache.layers for tensor in layer.tensors]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("num_steps", [3, 12, 30])
 @pytest.mark.parametrize("stack", [["h2o"], ["snapkv"], ["h2o_last", "protect"]])
 def test_sliding_slabs_hold_what_the_eager_path_holds(stack: list[str], num_steps: int) -> None:

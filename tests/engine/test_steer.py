@@ -4,7 +4,6 @@ import attrs
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from strategies import prompts, seeds
 from tiny import greedy_tokens, shared_model, tiny_model
 from torch import Tensor, nn
@@ -137,7 +136,7 @@ def test_steer_returning_none_changes_nothing() -> None:
     assert tokens(model, [[1, 2, 3]], ReturnsNone()) == tokens(model, [[1, 2, 3]])
 
 
-@given(st.integers(1, 3))
+@pytest.mark.parametrize("slots", [2, 3])
 def test_steering_does_not_depend_on_other_sequences(slots: int) -> None:
     @attrs.define(eq=False)
     class ByLastToken:
@@ -148,7 +147,7 @@ def test_steering_does_not_depend_on_other_sequences(slots: int) -> None:
     prompts = [[1, 2, 3], [4] * 9, [5], [6, 7]]
     plan = Plan.uniform("rkv", ByLastToken(), budget=10, buffer=3)
     engine = Engine(shared_model(**DOUBLE), plan=plan, slots=slots)
-    batch = engine.generate(prompts, max_new_tokens=15).results()
+    batch = engine.generate(prompts, max_new_tokens=9).results()
     for prompt, result in zip(prompts, batch, strict=True):
-        (alone,) = engine.generate([prompt], max_new_tokens=15).results()
+        (alone,) = engine.generate([prompt], max_new_tokens=9).results()
         assert result.tokens == alone.tokens

@@ -20,13 +20,13 @@ def answers(policy: str) -> list[list[list[int]]]:
     # Precision that Numba leaves to torch.
     model, tokenizer = shared_model(dtype=torch.float64), tiny_tokenizer()
     plan = Plan.uniform(policy, budget=12, buffer=6) if policy != "full" else Plan.uniform("full")
-    options = {"max_new_tokens": 24, "stop_ids": ()}
+    options = {"max_new_tokens": 14, "stop_ids": ()}
     found = []
     for slots in (1, 2):
         engine = Engine(model, tokenizer, plan, slots=slots)
         found.append([list(one.tokens) for one in engine.generate(PROMPTS, **options).results()])
     cache = PolicyCache(model, plan, tokenizer)
-    return [*found, generated_tokens(model, PROMPTS, 24, past_key_values=cache)]
+    return [*found, generated_tokens(model, PROMPTS, 14, past_key_values=cache)]
 
 
 @pytest.mark.few(2)

@@ -93,10 +93,10 @@ def test_annotations_equal_those_of_the_engine(
 ) -> None:
     model = shared_model(num_layers=NUM_LAYERS, **DOUBLE)
     plan = Plan.uniform(KeepsWhatStandsOut(annotates_in_step=in_step), budget=9, buffer=buffer)
-    run = Engine(model, plan=plan, slots=2, chunk=chunk).generate(prompts, max_new_tokens=16)
+    run = Engine(model, plan=plan, slots=2, chunk=chunk).generate(prompts, max_new_tokens=10)
     answers = [list(result.tokens) for result in run.results()]
     cache = PolicyCache(model, plan, chunk=chunk)
-    assert generated_tokens(model, prompts, 16, past_key_values=cache) == answers
+    assert generated_tokens(model, prompts, 10, past_key_values=cache) == answers
 
 
 @pytest.mark.parametrize("in_step", [True, False])

@@ -151,7 +151,7 @@ def test_a_failure_is_told_once_and_no_other_layer_is_asked() -> None:
 
 
 @given(
-    prompts(count=5, max_len=40),
+    prompts(count=5, max_len=30),
     st.sets(st.integers(0, 4), max_size=3),
     plans(num_layers=NUM_LAYERS),
     st.sampled_from(HOOKS),
@@ -174,11 +174,11 @@ def test_failing_hook_ends_only_its_sequences(
     options = {"slots": slots, "chunk": chunk}
     failing, healthy = (with_last(plan, Fails(name, invalid_answer)) for name in (hook, ""))
     run = Engine(MODEL, plan=failing, on_hook_error="answer", **options).generate(
-        prompts, max_new_tokens=20
+        prompts, max_new_tokens=12
     )
     results, failures = stepped(run)
     assert [result.id for result in results] == list(range(5))
-    expected = Engine(MODEL, plan=healthy, **options).generate(prompts, max_new_tokens=20).results()
+    expected = Engine(MODEL, plan=healthy, **options).generate(prompts, max_new_tokens=12).results()
     for result, plain in zip(results, expected, strict=True):
         if result.finish_reason == "error":
             assert result.error is not None
@@ -527,6 +527,7 @@ def model_that_overflows(token: int) -> Any:
     return model
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("chunk", [4, 512])
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "merge"])
 def test_nan_of_the_model_ends_its_sequence_and_no_policy_is_blamed(

@@ -48,9 +48,15 @@ def run_two_ranks(folder: Path, what: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def rank_results(models: Path) -> list[dict[str, Any]]:
-    """The results of each of the two ranks."""
-    return run_two_ranks(models, "policies")
+def rank_results(models: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """The results of each of the two ranks, of the cases whose tests run."""
+    parameters = [
+        getattr(item, "callspec", SimpleNamespace(params={})).params
+        for item in request.session.items
+        if item.path == request.path
+    ]
+    names = {"full", *(one["case"] for one in parameters if "case" in one)}
+    return run_two_ranks(models, ",".join(sorted(names)))
 
 
 def assert_same(first: dict[str, Any], second: dict[str, Any], alone: dict[str, Any]) -> None:

@@ -59,6 +59,7 @@ def test_policies_of_this_repository_are_installed() -> None:
     assert baselines | {"pyramidkv", "rkv", "protect", "mix", "merge", "rerotate"} <= set(NAMES)
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize(("name", "knobs"), FIRST_KNOBS, ids=str)
 def test_every_policy_passes_check_policy(name: str, knobs: dict, vector: str) -> None:
     report = check_policy(name, knobs=with_vector(name, knobs, vector), max_examples=2)

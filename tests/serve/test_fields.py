@@ -154,23 +154,23 @@ def test_end_tokens_end_a_choice_unless_they_are_to_be_ignored() -> None:
 @pytest.mark.parametrize(
     ("asked", "wanted"),
     [
-        ({"min_p": 1.0, "temperature": 1.5}, Request("a cat", 20, Sampling())),
-        ({"top_k": -1, "top_p": 1}, Request("a cat", 20, Sampling(1.0, seed=7))),
+        ({"min_p": 1.0, "temperature": 1.5}, Request("a cat", 12, Sampling())),
+        ({"top_k": -1, "top_p": 1}, Request("a cat", 12, Sampling(1.0, seed=7))),
         (
             {"repetition_penalty": 1.7, "temperature": 0},
-            Request("a cat", 20, Sampling(repetition_penalty=1.7)),
+            Request("a cat", 12, Sampling(repetition_penalty=1.7)),
         ),
         (
             {"frequency_penalty": 1.5, "presence_penalty": -0.5, "temperature": 0},
-            Request("a cat", 20, Sampling(frequency_penalty=1.5, presence_penalty=-0.5)),
+            Request("a cat", 12, Sampling(frequency_penalty=1.5, presence_penalty=-0.5)),
         ),
         (
             {"logit_bias": {"3": 100, "7": -100}, "temperature": 0},
-            Request("a cat", 20, Sampling(logit_bias={3: 100, 7: -100})),
+            Request("a cat", 12, Sampling(logit_bias={3: 100, 7: -100})),
         ),
         (
             {"min_tokens": 9, "temperature": 0, "stop_token_ids": [*range(30)]},
-            Request("a cat", 20, Sampling(), stop_ids=tuple(range(30)), min_new_tokens=9),
+            Request("a cat", 12, Sampling(), stop_ids=tuple(range(30)), min_new_tokens=9),
         ),
     ],
     ids=str,
@@ -181,7 +181,7 @@ def test_sampling_of_other_servers_is_that_of_the_engine(
     engine = Engine(server.plan.engine.adapter.model, server.model.tokenizer, Plan.uniform("full"))
     (expected,) = engine.generate([wanted]).results()
     found = server.client().completions.create(
-        model="tiny", prompt="a cat", max_tokens=20, seed=7, extra_body=asked
+        model="tiny", prompt="a cat", max_tokens=12, seed=7, extra_body=asked
     )
     assert found.choices[0].text == expected.text
     assert found.choices[0].finish_reason == expected.finish_reason

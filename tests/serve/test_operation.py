@@ -16,7 +16,7 @@ from serving import BODY, PATH, PATIENCE_S, metrics, of_plan, plans_of, serving,
 from kvpolicy.serve import logs
 from kvpolicy.serve.settings import SHUTDOWN_TIMEOUT_S
 
-LONG = {**BODY, "max_tokens": 500}
+LONG = {**BODY, "max_tokens": 80}
 SECRET = "xq7zw"  # in a prompt, a stop string, a user and a key
 
 
@@ -238,7 +238,7 @@ def test_text_lines_have_the_same_and_escape_what_does_not_print() -> None:
 def test_a_server_that_stops_finishes_what_runs_and_refuses_what_comes() -> None:
     with serving(slots=1) as running:
         client = running.client()
-        body = {**BODY, "max_tokens": 100, "seed": 1}
+        body = {**BODY, "max_tokens": 20, "seed": 1}
         expected = client.completions.create(**body).choices[0].text
         running.gate.close()
         first = client.completions.create(**body, stream=True)

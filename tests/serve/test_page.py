@@ -125,6 +125,7 @@ def test_stop_cancels_and_the_conversation_goes_on(open_page: Open) -> None:
         assert shown.startswith("u:b"), "what was stopped is not part of it"
 
 
+@pytest.mark.nightly
 def test_who_scrolls_back_while_an_answer_comes_stays_there(open_page: Open) -> None:
     with serving(plans_of(full=0)) as running:
         page = open_page(running, viewport={"width": 390, "height": 500}).page
@@ -174,6 +175,7 @@ def test_texts_are_shown_and_never_run(open_page: Open) -> None:
         assert "<script>x()</script>" in page.locator(".kept-prompt").text_content()
 
 
+@pytest.mark.nightly
 def test_a_server_with_keys_asks_for_one(open_page: Open) -> None:
     with serving(plans_of(full=0), api_keys=(KEY,)) as running:
         opened = open_page(running)
@@ -200,6 +202,7 @@ def test_a_refusal_is_shown_as_its_sentence(open_page: Open) -> None:
         opened.complaints[:] = [one for one in opened.complaints if "400" not in one]
 
 
+@pytest.mark.nightly
 def test_a_model_without_a_template_is_told(open_page: Open) -> None:
     with serving(plans_of(full=0), tokenizer=tiny_tokenizer()) as running:
         page = open_page(running).page
@@ -223,6 +226,7 @@ def test_everything_can_be_used_by_keyboard_on_a_narrow_screen(
     assert unnamed == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_read_in_both_themes(two: Running, open_page: Open, scheme: str) -> None:
     page = open_page(two, color_scheme=scheme).page

@@ -204,7 +204,7 @@ def test_metrics_tell_what_was_found_and_what_is_held() -> None:
 def test_a_full_store_and_its_folder_are_counted(tmp_path: Path) -> None:
     store = PrefixStore(16 << 10, block_tokens=BLOCK, spill=tmp_path)
     with serving(prefix_store=store) as running:
-        for end in "abcdefgh":
+        for end in "abcde":
             complete(running.client(), end * 40)
         found = metrics(running)
         assert found["prefix_evictions_total", ()] > 0
@@ -289,22 +289,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_command_serves_with_a_store_and_finds_it_again(folder: Path, tmp_path: Path) -> None:
+def test_the_command_serves_with_a_store_and_keeps_it(folder: Path, tmp_path: Path) -> None:
     spill = tmp_path / "spill"
     options: tuple[object, ...] = ("--model", folder, "--policy", "full", "--prefix-cache", "4MiB")
     options += ("--prefix-block", BLOCK, "--prefix-spill", spill, "--prefix-spill-bytes", "1MiB")
     options += ("--prefix-prompts-only",)
     body = {"model": "mine", "prompt": BEGINNING, "max_tokens": 4, "temperature": 0}
-    found = []
-    for _ in range(2):
-        with served_command(tmp_path, *options) as served, served.http() as http:
-            answer = http.post("/v1/completions", json=body).json()
-            found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-            num_blocks = (answer["usage"]["prompt_tokens"] - 1) // BLOCK  # no end of an answer
-            assert f"kvpolicy_prefix_blocks {num_blocks}.0\n" in http.get("/metrics").text
-            assert served.end() == 0
+    with served_command(tmp_path, *options) as served, served.http() as http:
+        first, again = (http.post("/v1/completions", json=body).json()["usage"] for _ in range(2))
+        num_blocks = (first["prompt_tokens"] - 1) // BLOCK  # no end of an answer
+        assert f"kvpolicy_prefix_blocks {num_blocks}.0\n" in http.get("/metrics").text
+        assert served.end() == 0
+    found = [usage["prompt_tokens_details"]["cached_tokens"] for usage in (first, again)]
     assert found[0] == 0
     assert found[1] >= len(BEGINNING) - BLOCK
+    assert any(file.stat().st_size for file in spill.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize(

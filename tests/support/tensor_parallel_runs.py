@@ -192,15 +192,18 @@ OTHERS: dict[str, Callable[[Path], Any]] = {
 
 
 def main(folder: Path, what: str) -> None:
-    """Run all policy cases and `OTHERS`, or all family cases."""
+    """Run policy cases, with commas between them, and `OTHERS`; or ``families``, all of them."""
     found: dict[str, Any] = {}
-    if what == "policies":
+    if what == "families":
+        chosen = family_cases()
+    else:
+        chosen = {name: cases()[name] for name in what.split(",")}
         found |= {name: other(folder) for name, other in OTHERS.items()}
         found |= {f"refused {name}": refusal(folder, name) for name in REFUSED}
         rank = dist.get_rank()
         own = torch.tensor([40 + rank, 7])
         found["agreed"] = TensorParallelGroup(rank, 2, 2).same_tokens(own).tolist()
-    for name, case in (cases() if what == "policies" else family_cases()).items():
+    for name, case in chosen.items():
         try:
             found[name] = answer(folder, *case)
         except ModelError as error:

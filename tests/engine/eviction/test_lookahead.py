@@ -255,7 +255,7 @@ def test_a_sequence_with_lookaheads_goes_on_as_alone(
     chunk: int,
 ) -> None:
     plan = with_policy(plan, policy())
-    options = {"max_new_tokens": 16, "stop_ids": ()}
+    options = {"max_new_tokens": 11, "stop_ids": ()}
     engine = Engine(model, tiny_tokenizer(), plan, slots=3, max_tokens_per_forward=60)
     together = engine.generate(given_prompts, **options).results()
     alone = Engine(model, tiny_tokenizer(), plan, slots=1, chunk=chunk, eager=True)
@@ -267,7 +267,7 @@ def test_a_sequence_with_lookaheads_goes_on_as_alone(
         if one.compactions == result.compactions:
             assert one.tokens == result.tokens
     answers = generated_tokens(
-        model, given_prompts[:1], 16, past_key_values=PolicyCache(model, plan, tiny_tokenizer())
+        model, given_prompts[:1], 11, past_key_values=PolicyCache(model, plan, tiny_tokenizer())
     )
     (first,) = (
         Engine(model, tiny_tokenizer(), plan).generate(given_prompts[:1], **options).results()

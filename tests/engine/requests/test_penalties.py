@@ -1,6 +1,7 @@
 """A bias of tokens, and penalties on the answer's own: in every way as a loop over logits."""
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,12 +31,17 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@torch.no_grad()
 def expected(prompt: list[int], how: Sampling) -> list[int]:
     """Greedy tokens of a loop, each from a forward over all tokens before it."""
+    return _looped(tuple(prompt), how)
+
+
+@cache
+@torch.no_grad()
+def _looped(prompt: tuple[int, ...], how: Sampling) -> list[int]:
     answer: list[int] = []
     while len(answer) < NEW:
-        logits = shared_model()(torch.tensor([prompt + answer])).logits[0, -1].tolist()
+        logits = shared_model()(torch.tensor([[*prompt, *answer]])).logits[0, -1].tolist()
         for token, value in how.logit_bias:
             logits[token] += value
         for token, count in Counter(answer).items():

@@ -152,7 +152,8 @@ def alike(num: int = 10) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "policy", ["h2o", *(pytest.param(name, marks=pytest.mark.slow) for name in ("snapkv", "full"))]
+    "policy",
+    ["h2o", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("snapkv", "full"))],
 )
 def test_with_a_prefix_store_the_output_is_the_same(
     kvpolicy: Shell, words: list[object], tmp_path: Path, policy: str
@@ -241,7 +242,7 @@ def test_a_full_disk_of_a_prefix_store_changes_no_answer(
 @pytest.mark.slow
 @on_linux
 @pytest.mark.parametrize(
-    "more", [(), pytest.param(CACHE, marks=pytest.mark.slow)], ids=["plain", "prefix store"]
+    "more", [pytest.param((), marks=pytest.mark.nightly), CACHE], ids=["plain", "prefix store"]
 )
 @given(kills=st.lists(KILLS, min_size=1, max_size=2))
 @example(kills=[Kill(17, torn=True), Kill(14)])  # in the middle of an answer, then behind one
@@ -323,7 +324,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_is_resumable(
     ended = run_in_child(tmp_path, *words, most_bytes=most_bytes)
     assert ended.status == 2, ended.err
     sentence = ended.err.splitlines()[-1]
-    assert all(part in sentence for part in ("answers.jsonl", f"of {NUM} answers"))
+    assert all(part in sentence for part in ("answers.jsonl", f"of {NUM} answers")), sentence
     assert "Traceback" not in ended.err
     assert not list(tmp_path.rglob("*.new"))
     ended: Ended = run_in_child(tmp_path, *words)

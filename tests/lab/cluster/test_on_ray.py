@@ -27,6 +27,7 @@ def lives(pid: int) -> bool:
         return False
 
 
+@pytest.mark.nightly  # that of files of prompts kills a node, too
 def test_with_a_node_killed_in_the_middle_every_sample_is_stored_once(
     sweep: Sweep, nodes: Nodes
 ) -> None:

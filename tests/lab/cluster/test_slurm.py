@@ -95,13 +95,12 @@ def is_of_job(path: Path, job: int) -> bool:
 def test_every_task_of_an_array_has_a_budget_and_a_folder_of_its_own(
     tmp_path: Path, model_folder: Path
 ) -> None:
-    for number, budget in ((0, 64), (3, 192)):
-        submit("array.sbatch", tmp_path, model_folder, "--policies", "h2o", array_task_id=number)
-        samples = samples_in(tmp_path / "results" / str(budget))
-        assert {sample["budget"] for sample in samples} == {budget}
-        assert len(samples) == 6
+    submit("array.sbatch", tmp_path, model_folder, "--policies", "h2o", array_task_id=3)
+    samples = samples_in(tmp_path / "results" / "192")
+    assert {sample["budget"] for sample in samples} == {192}
+    assert len(samples) == 6
     whole = ("--policies", "full", "--output", "results/full")
     submit("array.sbatch", tmp_path, model_folder, *whole, array_task_id=0)
     assert {sample["budget"] for sample in samples_in(tmp_path / "results" / "full")} == {None}
     folders = sorted(path.name for path in (tmp_path / "results").iterdir())
-    assert folders == ["192", "64", "full"]
+    assert folders == ["192", "full"]

@@ -109,6 +109,7 @@ def marks(opened: Opened, chart: str) -> dict[int, dict[str, str]]:
     return {int(one["cell"]): one for one in found}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chart", ORACLES)
 def test_a_chart_has_a_mark_for_each_cell_at_its_value(
     opened: Opened, folder: Path, chart: str
@@ -200,6 +201,7 @@ def test_a_heading_sorts_the_table_up_and_down(opened: Opened, folder: Path) -> 
     assert "full cache" in opened.texts(first)[-1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("width", [390, 1280])
 def test_knobs_are_not_broken_within_words(open_report: Open, tmp_path: Path, width: int) -> None:
     folder = write_run(tmp_path / "knobs", plans=PLANS)
@@ -220,6 +222,7 @@ def test_knobs_are_not_broken_within_words(open_report: Open, tmp_path: Path, wi
     assert max(heights) < 1.5, "a knob takes one line"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("width", [390, 1280])
 def test_long_names_are_wrapped_within_their_column(
     open_report: Open, tmp_path: Path, width: int

@@ -179,7 +179,7 @@ def test_the_thoughts_of_a_reference_trace_are_its_sentences() -> None:
 @pytest.fixture(scope="module")
 def reasoner() -> CalibrationSource:
     model, tokenizer = load_model("reasoner")
-    return CalibrationSource(model, tokenizer, "reasoner", load_task("reasoner"), n=12, seed=2)
+    return CalibrationSource(model, tokenizer, "reasoner", load_task("reasoner"), n=6, seed=2)
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_traces_answer_the_training_problems(
     reasoner: CalibrationSource, traces: list[Trace]
 ) -> None:
     in_order = sorted(traces, key=lambda trace: trace.item)
-    problems = make_problems(12, seed=2, split="train")
+    problems = make_problems(6, seed=2, split="train")
     for trace, problem in zip(in_order, problems, strict=True):
         prompt = reasoner.tokenizer.decode(trace.token_ids[: trace.prompt_len])
         assert prompt == problem.prompt
@@ -315,7 +315,7 @@ def test_a_calibration_records_its_origin(
         "train",
         2,
     )
-    assert found.num_right + found.num_wrong == 12
+    assert found.num_right + found.num_wrong == 6
     assert found.num_thoughts == count_thoughts(marked)
     assert found.sign == "execution - non_execution"
 

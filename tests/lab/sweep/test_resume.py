@@ -31,12 +31,12 @@ def test_undisturbed_every_sample_is_there_once(undisturbed: Bench) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_killed_again_and_again_it_ends_with_the_same_samples(
     bench: Bench, undisturbed: Bench, workers: int
 ) -> None:
     done = [0]
-    for compactions in (50, 60, 30):
+    for compactions in (50, 60):
         bench.fuse.light(compactions, signal.SIGKILL, "self" if workers == 1 else "parent")
         ended = bench("--workers", workers)
         assert ended.status == -signal.SIGKILL, "else there was less left to do than that"
@@ -73,7 +73,7 @@ def test_a_cell_that_was_interrupted_has_no_speed(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_ctrl_c_reports_what_is_kept_and_how_to_continue(bench: Bench, workers: int) -> None:
     bench.fuse.light(9, signal.SIGINT, "self" if workers == 1 else "parent")
     ended = bench("--workers", workers)

@@ -4,4 +4,4 @@ from kvpolicy.testing import check_policy
 
 
 def test_recency_keeps_the_contract() -> None:
-    check_policy(Recency)
+    check_policy(Recency, max_examples=20)
