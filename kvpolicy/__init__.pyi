@@ -19,7 +19,6 @@ from kvpolicy.engine.eviction.select_rows import CacheView as CacheView
 from kvpolicy.engine.eviction.select_rows import Selection as Selection
 from kvpolicy.engine.eviction.select_rows import select_rows as select_rows
 from kvpolicy.engine.extensions.base import Extension as Extension
-from kvpolicy.engine.requests.logprobs import TokenLogprobs as TokenLogprobs
 from kvpolicy.engine.requests.request import Request as Request
 from kvpolicy.engine.requests.request import Sampling as Sampling
 from kvpolicy.engine.requests.results import EngineStats as EngineStats
@@ -27,6 +26,7 @@ from kvpolicy.engine.requests.results import Events as Events
 from kvpolicy.engine.requests.results import HookFailure as HookFailure
 from kvpolicy.engine.requests.results import Result as Result
 from kvpolicy.engine.requests.results import RunReport as RunReport
+from kvpolicy.engine.requests.results import TokenLogprobs as TokenLogprobs
 from kvpolicy.engine.reuse.store import PrefixStore as PrefixStore
 from kvpolicy.engine.reuse.store import StoreStats as StoreStats
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot as SequenceSnapshot

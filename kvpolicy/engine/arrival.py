@@ -6,9 +6,10 @@ from typing import Any
 import attrs
 
 from kvpolicy.engine.compose import problem_with
+from kvpolicy.engine.requests.encoding import encode
 from kvpolicy.engine.requests.logits_processors import SequenceProcessors, own_processors
 from kvpolicy.engine.requests.request import Request, Sampling
-from kvpolicy.engine.requests.sequence import Sequence, encode
+from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.resuming import Resuming
 from kvpolicy.errors import RequestError
 from kvpolicy.model.adapter import ModelAdapter

@@ -18,9 +18,8 @@ import torch
 
 from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.requests.detokenize import TextPieces
-from kvpolicy.engine.requests.logprobs import TokenLogprobs
 from kvpolicy.engine.requests.request import Request
-from kvpolicy.engine.requests.results import EngineStats, Events, HookFailure, Result
+from kvpolicy.engine.requests.results import EngineStats, Events, HookFailure, Result, TokenLogprobs
 from kvpolicy.errors import EngineClosedError, KVPolicyError, error_kind, error_summary
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from kvpolicy.engine.extensions.base import Extension
 from kvpolicy.engine.memory.heads import check_heads
 from kvpolicy.engine.requests.isolation import ErrorScope, OnHookError
 from kvpolicy.engine.resuming import Resuming
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import KVPolicyError, type_name
 from kvpolicy.hooks.discovery import policy_names
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.plan.plan import Plan
@@ -75,7 +75,7 @@ class BoundPlan:
         self.resuming = Resuming(self.adapter, self.plan, self.stacks, tokenizer)
         self.chunk = chunk
         self.max_tokens_per_forward = max_tokens_per_forward
-        self.extensions = tuple(extensions)
+        self.extensions = _makers(extensions)
         self.adapter.add_hooks(
             steered=[i for i, stack in enumerate(self.stacks) if stack.is_steered(i)],
             # Whether an extension asks for states is known at each step only.
@@ -98,6 +98,22 @@ class BoundPlan:
                 ):
                     bound[index] = self.stacks[index].bind(index, weights)
         return bound
+
+
+def _makers(extensions: Any) -> tuple[abc.Callable[[], Extension], ...]:
+    """What makes extensions, as they were given."""
+    given = tuple(extensions) if isinstance(extensions, abc.Iterable) else (extensions,)
+    wrong = [one for one in given if one is extensions or not callable(one)]
+    for one in wrong:
+        what = (
+            f"{one.__name__} alone" if isinstance(one, type) else f"an object of {type_name(one)}"
+        )
+        msg = (
+            f"extensions were given as {what}; give a list of their classes, or of other functions "
+            "without arguments, so that each run makes its own"
+        )
+        raise KVPolicyError(msg)
+    return given
 
 
 def check_sizes(**sizes: int) -> None:

@@ -21,10 +21,16 @@ from kvpolicy.engine.extensions.base import Extension, Found
 from kvpolicy.engine.limits import Limits
 from kvpolicy.engine.requests.detokenize import TextPieces
 from kvpolicy.engine.requests.isolation import OnHookError
-from kvpolicy.engine.requests.logprobs import TokenLogprobs
 from kvpolicy.engine.requests.request import Request, Sampling, samplings_of
 from kvpolicy.engine.requests.request_queue import Clock, RequestQueue
-from kvpolicy.engine.requests.results import EngineStats, Events, HookFailure, Result, RunReport
+from kvpolicy.engine.requests.results import (
+    EngineStats,
+    Events,
+    HookFailure,
+    Result,
+    RunReport,
+    TokenLogprobs,
+)
 from kvpolicy.engine.requests.savings import evicted_in_prompt, longest_kept, nothing_evicted
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.sampler import ChooseTokens, Sampler

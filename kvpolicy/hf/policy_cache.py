@@ -27,10 +27,10 @@ from kvpolicy.engine.bound_plan import DEFAULT_CHUNK, DEFAULT_MAX_TOKENS, BoundP
 from kvpolicy.engine.compose import core_of, slabs_of, snapshots_of
 from kvpolicy.engine.core import Core
 from kvpolicy.engine.extensions.base import Extension, Found
+from kvpolicy.engine.requests.encoding import encode
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.savings import nothing_evicted, saved_share
 from kvpolicy.engine.requests.sequence import Sequence as EngineSequence
-from kvpolicy.engine.requests.sequence import encode
 from kvpolicy.engine.scheduler import Chunks, decode_step
 from kvpolicy.engine.slots import Slots
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot

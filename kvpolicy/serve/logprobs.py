@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpolicy.engine.requests.detokenize import TextDecoder
-from kvpolicy.engine.requests.logprobs import TokenLogprobs
+from kvpolicy.engine.requests.results import TokenLogprobs
 from kvpolicy.serve.plans import ServedModel
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity

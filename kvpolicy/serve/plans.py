@@ -16,11 +16,11 @@ from kvpolicy.engine.async_engine import AsyncEngine, RequestStream
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import EngineStats
-from kvpolicy.engine.requests.token_bytes import token_bytes
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.engine_log import EngineLog, broken_sentence
 from kvpolicy.serve.record import Record
+from kvpolicy.serve.token_bytes import token_bytes
 
 _RECENT = 32  # requests whose durations say how long a full queue takes
 _MOST_RETRY_S = 60

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from kvpolicy.engine.requests.sequence import encode
+from kvpolicy.engine.requests.encoding import encode
 from kvpolicy.errors import RequestError
 from kvpolicy.model.chat import ChatEncoder, has_chat_template
 from kvpolicy.serve.api_errors import ApiError

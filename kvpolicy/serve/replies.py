@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from kvpolicy.engine.async_engine import StreamChunk
 from kvpolicy.engine.requests.detokenize import decode
-from kvpolicy.engine.requests.logprobs import TokenLogprobs
-from kvpolicy.engine.requests.results import Result
+from kvpolicy.engine.requests.results import Result, TokenLogprobs
 from kvpolicy.serve.bodies import ChatBody, CompletionBody
 from kvpolicy.serve.logprobs import CompletionLogprobs, chat_logprobs
 from kvpolicy.serve.plans import ServedModel, ServedPlan

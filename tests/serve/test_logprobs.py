@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_kinds import KINDS, TURN
 
-from kvpolicy.engine.requests.logprobs import TokenLogprobs
+from kvpolicy.engine.requests.results import TokenLogprobs
 from kvpolicy.serve.logprobs import CompletionLogprobs, chat_logprobs
 from kvpolicy.serve.plans import ServedModel
 

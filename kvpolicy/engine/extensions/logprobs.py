@@ -1,12 +1,13 @@
 """Log-probabilities of drawn tokens, and of prompts, for requests that ask for them."""
 
 from collections import abc
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kvpolicy.engine.extensions.base import ANY, Extension
-from kvpolicy.engine.requests.logprobs import Measured
+from kvpolicy.engine.requests.results import TokenLogprobs
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.step import Drawn, Output, Step
 
@@ -68,3 +69,37 @@ class Logprobs(Extension):
 def _asks(sequences: abc.Iterable[Sequence]) -> bool:
     """Whether the log-probabilities of any of their prompts are wanted."""
     return any(seq.request.prompt_logprobs is not None for seq in sequences)
+
+
+class Measured:
+    """Log-probabilities of one step, on the device until they are read."""
+
+    def __init__(
+        self, wanted: abc.Mapping[int, tuple[int, int]], logits: Tensor, tokens: Tensor
+    ) -> None:
+        """Compute them.
+
+        Args:
+            wanted: For the number of each request that asks: its row, and how many of the
+                likeliest tokens.
+            logits: Logits of the step, ``[W, V]``.
+            tokens: The tokens that were taken, ``[W]``, int64, on the same device.
+        """
+        self._wanted = dict(wanted)
+        rows = torch.tensor([row for row, _ in wanted.values()], device=logits.device)
+        logprobs = logits[rows].float().log_softmax(dim=-1)
+        self._tokens = tokens[rows]
+        # Instead of a token there may be -1, whose sequence ends with an error.
+        self._taken = logprobs.gather(1, self._tokens.clamp(min=0)[:, None])[:, 0]
+        most = max(num for _, num in wanted.values())
+        self._top = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
+
+    @cached_property
+    def by_number(self) -> dict[int, TokenLogprobs]:
+        """What was measured, by the number of the request; waits for the device."""
+        columns = (self._tokens, self._taken, self._top.indices, self._top.values)
+        found = zip(self._wanted.items(), *(one.tolist() for one in columns), strict=True)
+        return {
+            number: TokenLogprobs(token, taken, tuple(zip(top[:num], values[:num], strict=True)))
+            for (number, (_, num)), token, taken, top, values in found
+        }

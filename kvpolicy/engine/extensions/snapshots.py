@@ -67,16 +67,6 @@ class Snapshots(Extension):
             self._core.evictor.note_peak(seq)
         return self._resuming.take(seq, self.cache, states, self._registers, newest, seen)
 
-    def put_snapshot(self, seq: Sequence, snapshot: SequenceSnapshot) -> None:
-        """Have a sequence hold in its slot what a snapshot holds.
-
-        Raises:
-            SnapshotError: If a policy remembers something that cannot be copied.
-        """
-        self._resuming.put(snapshot, seq, self.cache, self._registers)
-        for one in self._core.extensions:
-            one.put(seq, snapshot.states)
-
     def resume(self, seq: Sequence, snapshot: SequenceSnapshot) -> None:
         """Bring a sequence to where a snapshot was taken; it ends with an error if it cannot be.
 
@@ -84,8 +74,10 @@ class Snapshots(Extension):
         had the sequence not been cut.
         """
         try:
-            self.put_snapshot(seq, snapshot)
+            self._resuming.put(snapshot, seq, self.cache, self._registers)
         except SnapshotError as error:
             seq.fail(str(error))
             return
+        for one in self._core.extensions:
+            one.put(seq, snapshot.states)
         seq.began_at, seq.prompt_before = snapshot.seq_len, len(snapshot.prompt)

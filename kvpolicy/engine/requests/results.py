@@ -4,12 +4,28 @@ from typing import Any, Literal
 
 import attrs
 
-from kvpolicy.engine.requests.logprobs import TokenLogprobs
 from kvpolicy.engine.requests.savings import saved_share
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import HookError, error_origin
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+
+
+@attrs.frozen
+class TokenLogprobs:
+    """How likely the model found a token, and which tokens it found likeliest at its place.
+
+    They are those of the model itself: temperature, top-k and top-p are left out.
+
+    Attributes:
+        token: The token that was taken.
+        logprob: Its log-probability, natural logarithm.
+        top: The likeliest tokens with their log-probabilities, likeliest first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @attrs.frozen

@@ -1,6 +1,5 @@
 """One request while it is served: its tokens, the notes of policies, what it has cost so far."""
 
-import operator
 import time
 from collections import abc
 from typing import Any
@@ -11,14 +10,12 @@ from torch import Tensor
 from kvpolicy.attention.draw import NO_TOKEN
 from kvpolicy.cache.static_step import Continuation
 from kvpolicy.engine.requests.detokenize import TextDecoder, decode
-from kvpolicy.engine.requests.following import following
 from kvpolicy.engine.requests.logits_processors import SequenceProcessors
-from kvpolicy.engine.requests.logprobs import TokenLogprobs
 from kvpolicy.engine.requests.request import Request, Sampling
-from kvpolicy.engine.requests.results import FinishReason, Result
+from kvpolicy.engine.requests.results import FinishReason, Result, TokenLogprobs
 from kvpolicy.engine.requests.stop_strings import Judged, Stop, StopStrings
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
-from kvpolicy.errors import RequestError, error_summary
+from kvpolicy.errors import RequestError
 from kvpolicy.state import SequenceMemory, WaitingRequest
 
 
@@ -308,84 +305,3 @@ class Sequence:
                 None if self.request.prompt_logprobs is None else tuple(self.prompt_logprobs)
             ),
         )
-
-
-def encode(
-    prompt: str | abc.Sequence[int],
-    tokenizer: Any,
-    vocab_size: int,
-    before: abc.Sequence[int] = (),
-) -> tuple[int, ...]:
-    """The token ids of a prompt.
-
-    Args:
-        prompt: Text or token ids.
-        tokenizer: Encodes text; there may be none.
-        vocab_size: Token ids are below this.
-        before: Tokens that a text goes on from; none: it begins one.
-
-    Raises:
-        RequestError: If it is empty, is text and there is no tokenizer, or has no valid token ids.
-    """
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            msg = "the prompt is text, but the engine has no tokenizer; give token ids"
-            raise RequestError(msg)
-        ids = tuple(_tokens_of(prompt, tokenizer, before))
-    elif isinstance(prompt, abc.Iterable) and not isinstance(prompt, bytes):
-        ids = _token_ids(prompt)
-    else:
-        msg = f"the prompt is {prompt!r:.60}; expected text or a list of token ids"
-        raise RequestError(msg)
-    if not ids:
-        is_unknown = isinstance(prompt, str) and prompt
-        what = "has no text that the tokenizer knows" if is_unknown else "is empty"
-        msg = f"the prompt {what}; at least one token is needed"
-        raise RequestError(msg)
-    outside = [token for token in ids if not 0 <= token < vocab_size]
-    if outside:
-        msg = f"the prompt holds token id {outside[0]}; expected 0 to {vocab_size - 1}"
-        if isinstance(prompt, str):
-            msg = (
-                f"the tokenizer gives token id {outside[0]}, and the model has 0 to "
-                f"{vocab_size - 1}; give the engine the tokenizer of this model, or call "
-                "model.resize_token_embeddings(len(tokenizer)), with packed weights before they "
-                "are packed"
-            )
-        raise RequestError(msg)
-    return ids
-
-
-def _tokens_of(text: str, tokenizer: Any, before: abc.Sequence[int]) -> list[int]:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        letter = text[error.start].encode("unicode_escape").decode()
-        msg = (
-            f"the prompt holds {letter} at character {error.start}, which is not valid text; "
-            "give UTF-8"
-        )
-        raise RequestError(msg) from error
-    try:
-        return following(tokenizer, before, text) if before else list(tokenizer(text)["input_ids"])
-    except Exception as error:
-        msg = f"the tokenizer cannot encode the prompt: {error_summary(error)}; give token ids"
-        raise RequestError(msg) from error
-
-
-def _token_ids(prompt: abc.Iterable[object]) -> tuple[int, ...]:
-    try:
-        return tuple(_token_id(token) for token in prompt)
-    except RequestError:
-        raise
-    except Exception as error:  # a tensor without dimensions or values, a generator that fails
-        msg = f"the prompt cannot be read: {error_summary(error)}; give a list of token ids"
-        raise RequestError(msg) from error
-
-
-def _token_id(token: object) -> int:
-    try:
-        return operator.index(token)  # type: ignore[arg-type]
-    except TypeError:
-        msg = f"the prompt holds {token!r:.60}; expected text or integer token ids"
-        raise RequestError(msg) from None

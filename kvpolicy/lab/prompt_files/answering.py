@@ -10,10 +10,11 @@ import attrs
 from kvpolicy.cli.prompts import ChatPrompts, Prompt
 from kvpolicy.engine.arrival import Arrivals
 from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.requests.encoding import encode
 from kvpolicy.engine.requests.isolation import OnHookError
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import Result
-from kvpolicy.engine.requests.sequence import Sequence, encode
+from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.reuse.store import PrefixStore, StoreStats
 from kvpolicy.errors import RequestError
 from kvpolicy.lab.models import LoadedModel, ModelInfo

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import kvpolicy
 from kvpolicy.engine.engine import Engine
-from kvpolicy.engine.requests.sequence import encode
+from kvpolicy.engine.requests.encoding import encode
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.models import fingerprint
 from kvpolicy.lab.steer.hidden_states import MarkedTrace, States, states_before_thoughts

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvpolicy.engine.requests.following import following
+from kvpolicy.engine.requests.encoding import following
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.store.records import Sample

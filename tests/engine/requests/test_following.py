@@ -10,7 +10,7 @@ from tiny import r1_tokenizer, tiny_model
 from tokenizer_kinds import KINDS, TURN
 
 from kvpolicy import Engine, Plan, Request
-from kvpolicy.engine.requests.following import following
+from kvpolicy.engine.requests.encoding import following
 
 EXACT = ["byte-level", "Llama", "Llama, no space in front", "Gemma"]
 texts = st.text("abtheing .\né한국🦄", min_size=1, max_size=10)

@@ -11,7 +11,7 @@ from strategies import prompts
 from tiny import shared_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, Request, Result, Sampling
-from kvpolicy.engine.requests import logprobs
+from kvpolicy.engine.extensions import logprobs
 
 NUM_LAYERS = 2
 MODEL = shared_model(num_layers=NUM_LAYERS, dtype=torch.float64)

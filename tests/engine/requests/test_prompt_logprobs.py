@@ -12,7 +12,7 @@ from tiny import shared_model
 
 from kvpolicy import Engine, Plan, Request
 from kvpolicy.engine.extensions import logprobs
-from kvpolicy.engine.requests.logprobs import TokenLogprobs
+from kvpolicy.engine.requests.results import TokenLogprobs
 from kvpolicy.engine.reuse.store import PrefixStore
 
 MODEL = shared_model(num_layers=2, dtype=torch.float64)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpolicy import (
     CacheView,
     Engine,
+    Extension,
     Lookahead,
     Plan,
     PrefixStore,
@@ -113,6 +114,8 @@ ROWS = CacheView(positions=torch.arange(20).expand(1, 2, 20))
 CASES: dict[str, Callable[[Path], object]] = {
     "a model that is a name": lambda _: Engine("reasoner", None, TIGHT),
     "no slots": lambda _: engine(slots=0),
+    "an extension and not its class": lambda _: engine(extensions=[Extension()]),
+    "one class of extensions and no list": lambda _: engine(extensions=Extension),
     "one prompt": lambda _: engine().generate("hello"),
     "too few samplings": lambda _: engine().generate(["a", "b"], sampling=[Sampling()]),
     "an empty stop string": lambda _: engine().generate(["a"], stop=""),
