@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpolicy.cache.layouts.base import PLENTY, Counts, Layer, LayerCache, Layout
 from kvpolicy.cache.layouts.compose import layouts_of
 from kvpolicy.cache.shape import UNLIMITED, LayerShape, Rotate, Slab
-from kvpolicy.cache.stack import SlabStack, Stack, slot_index
+from kvpolicy.cache.stack import Stack
 
 __all__ = [
     "UNLIMITED",
@@ -23,8 +23,6 @@ __all__ = [
     "LayerShape",
     "Rotate",
     "Slab",
-    "SlabStack",
-    "slot_index",
 ]
 
 # Decides the layout of each layer, see `layouts_of`.

@@ -27,7 +27,6 @@ from kvpolicy.cache.layouts.base import PLENTY, Counts, LayerCache, OpenRows
 from kvpolicy.cache.layouts.even import Even, OpenEven, where_rows_go
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
-from kvpolicy.cache.stack import slot_index
 from kvpolicy.devices import upload
 
 
@@ -69,7 +68,12 @@ class Window(Even):
         """Drop the first rows of a slot, which have left the window."""
         num = num_hidden + self._num_hidden_in_front(layer, slot)
         if num:
-            drop_oldest(self.counts, layer, [slot], num)
+            held = layer.rows_of(slot)
+            staying = torch.arange(num, held.num_rows, device=layer.shape.device)
+            staying = staying.expand(1, layer.shape.num_kv_heads, -1)
+            kept = held.keep(layer.stack, staying, None, None, None)
+            self.counts.note_copy(kept.copied_bytes)
+            self.counts.drop_first(layer.index, [slot], num)
 
     def _num_hidden_in_front(self, layer: LayerCache, slot: int) -> int:
         """Rows out of sight before those that hooks see: the end of a prompt, without gaps."""
@@ -95,31 +99,6 @@ def window_of(shape: LayerShape) -> int:
     """The sliding window of a layer."""
     assert shape.sliding_window is not None, "this layer has a sliding window"
     return shape.sliding_window
-
-
-def drop_oldest(counts: Counts, layer: LayerCache, slots: Sequence[int], num: int) -> None:
-    """Drop the first rows of slots of one layer; the others move up.
-
-    Args:
-        counts: Those of the cache; changed in place.
-        layer: The layer; changed in place.
-        slots: Slots that hold equally many rows, in rising order.
-        num: Rows to drop in every KV head.
-    """
-    num_rows = int(counts.rows[layer.index, slots[0]])
-    target = slot_index(slots)
-    staying, freed = slice(num, num_rows), slice(num_rows - num, num_rows)
-    for slab in layer.slabs:
-        moved = slab[target, :, staying]
-        if isinstance(target, slice):  # a slice is a view, a list of slots already a copy
-            moved = moved.clone()
-        slab[target, :, : num_rows - num] = moved
-        counts.note_copy(moved.nbytes)
-        del moved  # free it before the next copy is made
-    layer.positions[target, :, freed] = -1
-    for track in layer.tracks.values():
-        track[target, :, freed] = 0
-    counts.drop_first(layer.index, slots, num)
 
 
 def _in_sight(

@@ -8,7 +8,6 @@ from tiny import tiny_model
 
 from kvpolicy import Engine, Plan
 from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.layouts.window import drop_oldest
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 
@@ -51,13 +50,6 @@ def test_sliding_window_reports_its_temporary_copy(length, num_tracks):
 
     peak = peak_allocated(forward)
     assert cache.transient_bytes <= peak <= 1.5 * cache.transient_bytes
-
-
-def test_drop_oldest_in_scattered_slots_reports_its_temporary_copy():
-    cache = KVCache([SHAPE], [Slab(320)], 4)
-    cache.rows[:] = 320
-    peak = peak_allocated(lambda: drop_oldest(cache.counts, cache.layers[0], [0, 2, 3], 1))
-    assert cache.transient_bytes <= peak <= 1.05 * cache.transient_bytes
 
 
 def test_a_cache_that_grows_frees_one_stack_before_it_allocates_the_next():
