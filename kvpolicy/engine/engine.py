@@ -119,7 +119,7 @@ class Engine(BoundPlan):
 
         Raises:
             ModelError: If the engine cannot run the model, follow its generation config, pack its
-                weights, compile it, or have flash-attn attend.
+                weights, or compile it.
             PlanError: If the plan does not fit the model.
         """
         check_sizes(slots=slots)
