@@ -32,13 +32,13 @@ class PolicyTimings:
     def read(self) -> dict[str, float]:
         """All seconds by name."""
         self._read_pending(len(self._pending))
-        public = attrs.fields(PolicyTimings)[:-2]
-        return {field.name: getattr(self, field.name) for field in public}
+        return {name: getattr(self, name) for name in _public_names()}
 
     @property
     def policy_s(self) -> float:
         """Seconds of all kinds of work."""
-        return sum(seconds for name, seconds in self.read().items() if name != "decode_policy_s")
+        seconds = self.read()
+        return sum(seconds[f"{kind}_s"] for kind in KINDS)
 
     def take(self, other: "PolicyTimings") -> None:
         """Continue from the seconds of another clock."""
@@ -84,6 +84,14 @@ class PolicyTimings:
         for one in self._pending[:num]:
             self._add(one.part, one.seconds, one.in_decode)
         del self._pending[:num]
+
+
+def _public_names() -> list[str]:
+    return [one.name for one in attrs.fields(PolicyTimings) if not one.name.startswith("_")]
+
+
+#: The kinds of policy work that are timed: hooks, and the moving of rows.
+KINDS = tuple(name.removesuffix("_s") for name in _public_names() if name != "decode_policy_s")
 
 
 @attrs.frozen(eq=False)

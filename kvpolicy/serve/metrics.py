@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from kvpolicy.engine.requests.results import EngineStats, RunReport
 from kvpolicy.engine.reuse.store import PrefixStore, StoreStats
+from kvpolicy.hooks.timing import KINDS
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.record import Record
 
@@ -138,7 +139,7 @@ class _EngineCollector(Collector):
             "kvpolicy_policy_hook_seconds", "Seconds of policies.", labels=["plan", "hook"]
         )
         for plan, stats in found.items():
-            for hook in _HOOKS:
+            for hook in KINDS:
                 seconds.add_metric([plan, hook], getattr(stats.report, f"{hook}_s"))
         yield seconds
 
@@ -199,8 +200,6 @@ _TOTALS: tuple[tuple[str, str, Callable[[RunReport], float]], ...] = (
         lambda report: report.decode_policy_s,
     ),
 )
-
-_HOOKS = ("annotate", "observe", "lookahead", "score", "select", "compaction", "steer")
 
 _STORE_GAUGES: tuple[tuple[str, str, Callable[[StoreStats], float]], ...] = (
     ("capacity_bytes", "The most bytes of memory.", lambda stats: stats.capacity),

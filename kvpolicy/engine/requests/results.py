@@ -7,6 +7,7 @@ import attrs
 from kvpolicy.engine.requests.savings import saved_share
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import HookError, error_origin
+from kvpolicy.hooks.timing import KINDS
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
@@ -195,8 +196,7 @@ class RunReport:
     @property
     def policy_s(self) -> float:
         """Seconds of policy work: of all hooks, and of what they ask for."""
-        compacting = self.lookahead_s + self.score_s + self.select_s + self.compaction_s
-        return self.annotate_s + self.observe_s + compacting + self.steer_s
+        return sum(getattr(self, f"{kind}_s") for kind in KINDS)
 
     @property
     def policy_share(self) -> float:
