@@ -15,6 +15,7 @@ import importlib.util
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.abc import MetaPathFinder
 from typing import Any
@@ -68,7 +69,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Make most cases of tests marked `few` nightly; skip what needs an absent plugin."""
     for num, cases in _cases_of_few(items):
-        stays = {(2 * i + 1) * len(cases) // (2 * num) for i in range(num)}  # middles of n parts
+        stays = _spread(cases, num)
         for number, case in enumerate(cases):
             if number not in stays:
                 case.add_marker(pytest.mark.nightly)
@@ -87,6 +88,30 @@ def _cases_of_few(items: list[pytest.Item]) -> list[tuple[int, list[pytest.Item]
             test = item.nodeid.partition("[")[0]
             few.setdefault(test, (marker.args[0], []))[1].append(item)
     return list(few.values())
+
+
+def _spread(cases: list[pytest.Item], num: int) -> set[int]:
+    """The numbers of the cases that stay: as many values of parameters as so few can have."""
+    values = [_values(case) for case in cases]
+    stays: set[int] = set()
+    seen: Counter[tuple[str, int]] = Counter()
+    for i in range(min(num, len(cases))):
+        middle = (2 * i + 1) * len(cases) // (2 * num)  # of the i-th of n parts
+
+        def rank(number: int, middle: int = middle) -> tuple[int, int, int]:
+            times = [seen[value] for value in values[number]]
+            return times.count(0), -sum(times), -abs(number - middle)
+
+        best = max(set(range(len(cases))) - stays, key=rank)
+        stays.add(best)
+        seen.update(values[best])
+    return stays
+
+
+def _values(case: pytest.Item) -> set[tuple[str, int]]:
+    """The parameters of a case and which objects they are."""
+    params = case.callspec.params  # type: ignore[attr-defined]
+    return {(name, id(value)) for name, value in params.items()}
 
 
 @pytest.fixture(autouse=True)

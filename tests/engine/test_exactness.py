@@ -10,7 +10,7 @@ from tiny import FAMILIES, greedy_tokens, shared_model, tiny_model
 from kvpolicy import Engine, Plan, Request, Sampling
 
 NUM_LAYERS = 3
-NEW_TOKENS = 16
+NEW_TOKENS = 11
 ROOMY = 64  # rows: more than any prompt and its continuation
 
 

@@ -33,9 +33,9 @@ def test_batched_sequence_equals_sequence_alone(
     model: torch.nn.Module, prompts: list[list[int]], plan: Plan, slots: int, chunk: int
 ) -> None:
     engine = Engine(model, plan=plan, slots=slots, chunk=chunk)
-    batch = engine.generate(prompts, max_new_tokens=20).results()
+    batch = engine.generate(prompts, max_new_tokens=12).results()
     for prompt, result in zip(prompts, batch, strict=True):
-        (alone,) = engine.generate([prompt], max_new_tokens=20).results()
+        (alone,) = engine.generate([prompt], max_new_tokens=12).results()
         assert result_values(result) == result_values(alone)
 
 

@@ -40,8 +40,8 @@ def model_and_tokenizer() -> tuple[Any, Any]:
 def test_custom_generate_equals_policy_cache(
     model: nn.Module, prompts: list[list[int]], plan: Plan
 ) -> None:
-    tokens = generated_tokens(model, prompts, 12, custom_generate=hf.generate, plan=plan)
-    assert tokens == generated_tokens(model, prompts, 12, past_key_values=PolicyCache(model, plan))
+    tokens = generated_tokens(model, prompts, 8, custom_generate=hf.generate, plan=plan)
+    assert tokens == generated_tokens(model, prompts, 8, past_key_values=PolicyCache(model, plan))
 
 
 def test_custom_generate_allocates_its_slabs_once() -> None:

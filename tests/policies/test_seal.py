@@ -260,9 +260,9 @@ def test_steering_does_not_depend_on_other_sequences(slots: int) -> None:
     prompts = [problem.prompt for problem in make_problems(3, seed=6, split="tune")]
     prompts[1] += "</think>"  # the thinking part has ended
     engine = Engine(model.double(), tokenizer, plan, slots=slots, chunk=11)
-    batched = engine.generate(prompts, max_new_tokens=40).results()
+    batched = engine.generate(prompts, max_new_tokens=16).results()
     for prompt, result in zip(prompts, batched, strict=True):
-        (alone,) = engine.generate([prompt], max_new_tokens=40).results()
+        (alone,) = engine.generate([prompt], max_new_tokens=16).results()
         assert result.tokens == alone.tokens
 
 

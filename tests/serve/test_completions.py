@@ -469,8 +469,8 @@ def test_an_engine_that_breaks_is_told_and_leaves_the_others() -> None:
     ("config", "wanted"),
     [
         ({"temperature": 0.0}, Sampling()),
-        ({"temperature": 0.5, "do_sample": False}, Sampling()),
-        ({"temperature": 0.5, "top_k": 3}, Sampling(0.5, top_k=3, seed=5)),
+        ({"temperature": 2.0, "do_sample": False}, Sampling()),
+        ({"temperature": 2.0, "top_k": 3}, Sampling(2.0, top_k=3, seed=5)),
         ({"top_p": 0}, Sampling()),
         ({"min_p": 1.0, "repetition_penalty": 1.4}, Sampling(repetition_penalty=1.4)),
     ],
@@ -481,11 +481,11 @@ def test_what_a_body_leaves_out_is_as_the_generation_config_says(
 ) -> None:
     model = tiny_model()
     expected = Engine(model, tiny_tokenizer(), plans_of(full=0)["full"]).generate(
-        ["the cat"], max_new_tokens=24, sampling=wanted
+        ["the cat"], max_new_tokens=10, sampling=wanted
     )
     model.generation_config.update(**config)
     with serving(model=model) as running:
         answer = running.client().completions.create(
-            model="tiny", prompt="the cat", max_tokens=24, seed=5
+            model="tiny", prompt="the cat", max_tokens=10, seed=5
         )
     assert answer.choices[0].text == expected.results()[0].text

@@ -76,9 +76,9 @@ def test_a_stream_tells_every_token_once_and_what_is_held_at_its_end(
 ) -> None:
     monkeypatch.setattr("kvpolicy.serve.kept.EVERY_S", 0.0)
     with serving(plans_of(full=0, streaming=12)) as running:
-        told, text = events(running, f"tiny:{policy}", prompt="who is there", max_tokens=60)
+        told, text = events(running, f"tiny:{policy}", prompt="who is there", max_tokens=30)
         unwatched = running.client().completions.create(
-            model=f"tiny:{policy}", prompt="who is there", max_tokens=60, temperature=0
+            model=f"tiny:{policy}", prompt="who is there", max_tokens=30, temperature=0
         )
     assert unwatched.choices[0].text == text
     assert {event["num_prompt"] for event in told} == {12}
@@ -90,7 +90,7 @@ def test_a_stream_tells_every_token_once_and_what_is_held_at_its_end(
     assert [event["ended"] for event in told] == [False] * (len(told) - 1) + [True]
     last = told[-1]["held"]
     counts = spread(last)
-    assert len(counts) == 12 + 60 - 1, "the last token never enters the cache"
+    assert len(counts) == 12 + 30 - 1, "the last token never enters the cache"
     if policy == "full":
         assert counts == [last["of"]] * len(counts) == [4] * len(counts)
     else:

@@ -339,6 +339,7 @@ def test_allocate_divides_the_mean() -> None:
     assert all(layer.bounds is not None for layer in cache.layers)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("cut_at", [0, 3, 11])
 def test_a_snapshot_of_uneven_heads_goes_on_as_if_it_had_not_been_cut(cut_at, tmp_path) -> None:
     plan = Plan.uniform(Received(0.1), budget=6, buffer=3, heads="shared")

@@ -127,6 +127,7 @@ def hook(model: Any) -> None:
     [write, write_through_data, replace, replace_data, load, hook],
     ids=lambda change: change.__name__,
 )
+@pytest.mark.few(6)
 @pytest.mark.parametrize("is_new", [False, True], ids=["same engine", "new engine"])
 def test_changed_weights_find_nothing(change: Callable[[Any], None], is_new: bool) -> None:
     model, kept = tiny_model(dtype=torch.float64), store()

@@ -43,6 +43,7 @@ def signals(monkeypatch: pytest.MonkeyPatch, *, at: int, numbers: tuple[int, ...
     monkeypatch.setattr(Trainer, "_step", signalled)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_the_step_under_way_and_the_same_command_ends_alike(
     kvpolicy: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
