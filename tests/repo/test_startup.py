@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 HEAVY = ("torch", "transformers", "numpy", "pandas", "scipy", "matplotlib", "safetensors")
 
 
