@@ -183,7 +183,7 @@ class Gate:
     # What the program calls.
 
     def run_stages(self, stages: Sequence[Stage]) -> None:
-        """Run stages in order, and chains next to each other side by side, one on each core."""
+        """Run stages in order, and chains next to each other side by side."""
         for in_chains, group in itertools.groupby(stages, key=lambda stage: bool(stage.chain)):
             if in_chains:
                 self._run_chains(group)
@@ -206,8 +206,9 @@ class Gate:
                 for stage in chain:
                     self._run_stage_quietly(stage)
 
+        # One more than cores, because chains wait, too: for packages, for nodes of a cluster.
         # Daemons: a signal ends this process although they wait for theirs.
-        threads = [threading.Thread(target=run_chains, daemon=True) for _ in range(NUM_CORES)]
+        threads = [threading.Thread(target=run_chains, daemon=True) for _ in range(NUM_CORES + 1)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -47,7 +47,8 @@ class ServedCommand:
         return next((line for line in self.out if line.startswith("curl ")), "")
 
     def http(self, **options: Any) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False, **options)
+        given = {"base_url": self.url, "timeout": PATIENCE_S, "trust_env": False, "verify": False}
+        return httpx2.Client(**given | options)
 
     def send(self, signum: int) -> None:
         assert self.child.pid is not None

@@ -67,14 +67,16 @@ def test_answers_that_are_kept_are_for_this_user_only(tmp_path: Path) -> None:
     assert (tmp_path / "a.jsonl.run").stat().st_mode & 0o777 == 0o700
 
 
-def test_cut_at_any_byte_no_answer_is_lost_and_none_doubled(tmp_path: Path) -> None:
+def test_cut_anywhere_no_answer_is_lost_and_none_doubled(tmp_path: Path) -> None:
     order = list(range(NUM))
     random.Random(0).shuffle(order)
     with opened(tmp_path / "a.jsonl") as store:
         store.add((number, answer(number)) for number in order)
     journal = tmp_path / "a.jsonl.run" / "answers.jsonl"
     content = journal.read_bytes()
-    for end in range(len(content) + 1):
+    breaks = [at for at, byte in enumerate(content) if byte == ord("\n")]
+    around = {at + near for at in breaks for near in (-1, 0, 1, 2)} & {*range(len(content) + 1)}
+    for end in sorted(around | {*range(0, len(content), 11)}):
         journal.write_bytes(content[:end])
         with opened(tmp_path / "a.jsonl") as store:
             whole = content[:end].count(b"\n")
