@@ -46,6 +46,19 @@ class LayerShape:
 
 
 @attrs.frozen
+class Staging:
+    """Rows beside the slabs of one layer, for prompts on their way in; all slots share them.
+
+    Attributes:
+        rows: Rows for each prompt, beyond those of its slab.
+        num_prompts: Prompts that have some at a time.
+    """
+
+    rows: int
+    num_prompts: int
+
+
+@attrs.frozen
 class Slab:
     """What one layer stores for every sequence.
 
@@ -58,6 +71,7 @@ class Slab:
             prompts are evicted like others.
         ragged: Whether KV heads may hold different numbers of rows. Then ``capacity`` is the room
             of a head in the mean.
+        staging: Rows beside the slabs; ``None``: there are none.
     """
 
     capacity: int
@@ -65,3 +79,9 @@ class Slab:
     tracks: tuple[str, ...] = ()
     room: int | None = None
     ragged: bool = False
+    staging: Staging | None = None
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that a slot may hold."""
+        return self.capacity + (0 if self.staging is None else self.staging.rows)

@@ -50,6 +50,7 @@ class KVCache:
         seq_len: Tokens each slot's sequence has seen, ``[S]``.
         prompt_len: Tokens at the beginning of each slot's sequence whose rows stay in layers that
             keep prompts, ``[S]``.
+        num_prompt: Tokens that each slot's sequence brings in before it is decoded, ``[S]``.
         num_reserved: Rows of each slot in each layer that no token may have, ``[layers, S]``: the
             budget and the capacity are so much less.
         capacity: Rows allocated for each slot in each layer, ``[layers]``.
@@ -80,6 +81,7 @@ class KVCache:
         self.rows, self.prompt_rows = counts.rows, counts.prompt_rows
         self.compacted_at, self.num_reserved = counts.compacted_at, counts.num_reserved
         self.seq_len, self.prompt_len = counts.seq_len, counts.prompt_len
+        self.num_prompt = counts.num_prompt
         self.capacity = counts.capacity
         layouts = compose(shapes, slabs, self.counts)
         self.layout_of, self.layouts = layouts, list(dict.fromkeys(layouts))
@@ -114,6 +116,14 @@ class KVCache:
         candidates: np.ndarray = self.rows[:, slots] - self.prompt_rows[:, slots]
         return candidates
 
+    def admits(self, num_prompt: int) -> bool:
+        """Whether a sequence with so many prompt tokens may be given a free slot now."""
+        return all(layout.admits(num_prompt) for layout in self.layouts)
+
+    def enter_together(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Whether one forward may bring in so many prompt tokens of each of these slots."""
+        return all(layout.enter_together(slots, lengths) for layout in self.layouts)
+
     def num_free_rows(self, slots: Sequence[int]) -> np.ndarray:
         """Tokens that each of these slots can still take in every layer, ``[B]``."""
         least = np.full(len(slots), PLENTY)
@@ -132,7 +142,7 @@ class KVCache:
         """Count new tokens of some slots, ``[B]``, and their rows in every layer."""
         counts, chosen = self.counts, np.asarray(slots)
         rows = counts.rows[:, chosen] + num_new
-        held = counts.rows[:, chosen] = np.minimum(rows, counts.capacity[:, None])
+        held = counts.rows[:, chosen] = np.minimum(rows, self._most_rows[:, None])
         for layout in self.layouts:
             layout.count(chosen, num_new, rows - held)
         counts.seq_len[chosen] += num_new
@@ -212,6 +222,7 @@ class KVCache:
                     before[i] = None  # so that their slabs are freed before the next are allocated
         self.layers = [cast(LayerCache, layers[layer_idx]) for layer_idx in range(len(wanted))]
         self.counts.capacity[:] = [layer.slab.capacity for layer in self.layers]
+        self._most_rows = np.array([layer.slab.most_rows for layer in self.layers], dtype=np.int64)
         self.slides = np.array([layer.slides for layer in self.layers], dtype=bool)
         pairs = list(zip(self.layers, self.layout_of, strict=True))
         for layout in self.layouts:

@@ -38,7 +38,7 @@ def copy_slot(
 
 
 def fill_slot(cache: KVCache, slot: int, contents: SlotContents) -> None:
-    """Have a slot hold a copy of some contents, and nothing else.
+    """Have a slot hold a copy of some contents, and nothing else; what is to come is as before.
 
     Args:
         cache: The KV cache; its layers have the shapes, tracks and windows of the contents, and at
@@ -46,7 +46,9 @@ def fill_slot(cache: KVCache, slot: int, contents: SlotContents) -> None:
         slot: The slot.
         contents: The contents.
     """
+    num_prompt = int(cache.num_prompt[slot])
     cache.clear(slot)
+    cache.num_prompt[slot] = num_prompt
     cache.seq_len[slot] = contents.seq_len
     cache.prompt_len[slot] = contents.prompt_len
     for layer_idx, (layer, held) in enumerate(zip(cache.layers, contents.layers, strict=True)):

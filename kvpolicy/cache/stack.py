@@ -133,11 +133,15 @@ class SlabStack(Stack):
         return self.store.decode(self.store.values)
 
     @property
+    def slabs(self) -> list[Tensor]:
+        """What has a place for every row, as it is stored."""
+        return [*self.store.tensors, self.positions, *self.tracks.values()]
+
+    @property
     def tensors(self) -> list[Tensor]:
         """Everything allocated; the first axis is always layers and slots."""
-        tensors = [*self.store.tensors, self.positions, *self.tracks.values()]
         queries = [] if self.window is None else [self.window]
-        return [*tensors, *queries, *self.tables.values()]
+        return [*self.slabs, *queries, *self.tables.values()]
 
     def clear(self, slot: int) -> None:
         """Empty a slot in all layers.

@@ -1,11 +1,13 @@
 """``kvpolicy plan show``, ``plan check``, ``plan schema`` and ``plan suggest``.
 
 With ``--json``, `show` prints ``{"model", "dtype", "tokens", "prompt_tokens", "slots", "digest",
-"bytes_per_slot", "bytes", "copied_bytes", "full_bytes_per_slot", "shared_bytes_per_slot",
+"bytes_per_slot", "bytes", "copied_bytes", "staging_bytes", "full_bytes_per_slot",
+"shared_bytes_per_slot", "lookahead_bytes_per_slot",
 "layers": [{"layer", "stack", "budget", "buffer", "sliding_window", "rows_per_slot",
 "bytes_per_slot"}], "schedule"}``.
 A budget is null if all rows stay, a sliding window if the layer has none; a layer whose budget is
-given as a share also has ``"budget_from"``, one in which the rows of prompts stay ``"prompt"``.
+given as a share also has ``"budget_from"``, one in which the rows of prompts stay ``"prompt"``, one
+with a larger buffer for prompts that enter ``"prefill_buffer"``.
 `check` prints ``{"file", "model", "ok", "digest", "problems":
 [{"error", "message"}], "warnings"}``; ``error`` is the class of the problem, and the digest is null
 if there are problems. A warning says what in the plan changes nothing.
@@ -199,22 +201,28 @@ app.command(
 
 def _check(file: Path, model: str, overrides: list[str], trust_remote_code: bool) -> "PlanCheck":
     """Check a plan file; a model that cannot be opened is one more problem."""
+    from kvpolicy.engine.memory.layers import check_layers
     from kvpolicy.model.adapter import ModelAdapter
     from kvpolicy.model.loading import load_skeleton
     from kvpolicy.plan.plan import PlanCheck, check_plan
     from kvpolicy.plan.toml import read_file
 
-    num_layers, problems = None, []
+    adapter, problems = None, []
     try:
-        skeleton = load_skeleton(model, trust_remote_code=trust_remote_code)
-        num_layers = ModelAdapter(skeleton).num_layers
+        adapter = ModelAdapter(load_skeleton(model, trust_remote_code=trust_remote_code))
     except KVPolicyError as error:
         problems = [error]
     try:
         data = read_file(file)
     except KVPolicyError as error:
         return PlanCheck((error, *problems))
+    num_layers = None if adapter is None else adapter.num_layers
     found = check_plan(data, overrides, num_layers=num_layers, name=f"plan '{file}'")
+    if adapter is not None and found.resolved is not None:
+        try:
+            check_layers(found.resolved, adapter)
+        except KVPolicyError as error:
+            return PlanCheck((error,))
     return PlanCheck((*found.problems, *problems), found.resolved)
 
 
@@ -235,6 +243,7 @@ def _lines(found: "Footprint", name: str, model: str) -> list[str]:
         "",
         f"per slot    {format_bytes(found.bytes_per_slot)}, {share:.1%} of the full cache{rest}",
         f"{found.slots} slots".ljust(12) + format_bytes(found.num_bytes) + _copied(found),
+        *_staging(found),
         *_lookahead(found),
         f"digest      {found.plan.digest()}",
         *_shares(found.layers),
@@ -251,10 +260,20 @@ def _prompts(found: "Footprint") -> str:
 
 
 def _copied(found: "Footprint") -> str:
-    """What a compaction takes for a moment, which ``--kv-memory`` counts, too."""
+    """What copies take for a moment, which ``--kv-memory`` counts, too."""
     if not found.plan.compacting_layers():
         return ""
-    return f", and {format_bytes(found.copied_bytes)} for a moment in a compaction"
+    when = "a forward or a compaction" if found.staging_bytes else "a compaction"
+    return f", and {format_bytes(found.copied_bytes)} for a moment in {when}"
+
+
+def _staging(found: "Footprint") -> list[str]:
+    """What of it lies beside the slots, if prompts enter in larger chunks than a slot takes."""
+    if not found.staging_bytes:
+        return []
+    prompts = "1 prompt" if found.num_staged == 1 else f"{found.num_staged:,} prompts"
+    num_bytes = format_bytes(found.staging_bytes)
+    return [f"staging     {num_bytes} of it, for {prompts} that enter at a time"]
 
 
 def _lookahead(found: "Footprint") -> list[str]:
@@ -281,12 +300,16 @@ def _row(group: "list[LayerFootprint]", *, windows: bool) -> list[str]:
     return [
         f"{first.layer_idx}" if first is last else f"{first.layer_idx}-{last.layer_idx}",
         "all" if plan["budget"] is None else f"{prompt}{plan['budget']:,}{shared}",
-        "-" if plan["buffer"] is None else f"{plan['buffer']:,}",
+        "-" if plan["buffer"] is None else f"{plan['buffer']:,}{_prefill_buffer(plan)}",
         *([f"{first.sliding_window:,}" if first.sliding_window else "-"] if windows else []),
         f"{first.rows_per_slot:,}",
         format_bytes(first.bytes_per_slot) + each,
         " + ".join(_policy(spec) for spec in plan["stack"]),
     ]
+
+
+def _prefill_buffer(plan: dict[str, Any]) -> str:
+    return f", prefill {plan['prefill_buffer']:,}" if "prefill_buffer" in plan else ""
 
 
 def _policy(spec: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpolicy.engine.extensions.base import Extension
-from kvpolicy.engine.memory.heads import check_heads
+from kvpolicy.engine.memory.layers import check_layers
 from kvpolicy.engine.requests.isolation import ErrorScope, OnHookError
 from kvpolicy.engine.resuming import Resuming
 from kvpolicy.errors import KVPolicyError, type_name
@@ -69,7 +69,7 @@ class BoundPlan:
         self.adapter = model if isinstance(model, ModelAdapter) else ModelAdapter(model)
         self.tokenizer = tokenizer
         self.plan = plan.resolve(self.adapter.num_layers)
-        check_heads(self.plan, self.adapter)
+        check_layers(self.plan, self.adapter)
         self.stacks = self.plan.stacks()
         self.scheduling = self.plan.scheduling_stack()
         self.resuming = Resuming(self.adapter, self.plan, self.stacks, tokenizer)

@@ -61,7 +61,8 @@ def core_of(
     """
     errors, timings = errors or bound.errors, PolicyTimings()
     adapter, stacks = bound.adapter, bound.stacks
-    slabs = slabs_of(bound.plan, longest, longest_prompt)
+    num_staged = min(num_slots, bound.plan.most_staged(bound.max_tokens_per_forward))
+    slabs = slabs_of(bound.plan, longest, longest_prompt, num_staged)
     cache = adapter.new_cache(slabs, num_slots)
     policies = [policy for stack in stacks for policy in stack.policies]
     registers = RegisterFile(policies, num_slots, adapter.device)
@@ -137,10 +138,12 @@ def snapshots_of(core: Core) -> Any:
     return core.extensions.find(_feature("snapshots", "Snapshots", "snapshots"))
 
 
-def slabs_of(plan: ResolvedPlan, longest: int, longest_prompt: int | None) -> list[Slab]:
+def slabs_of(
+    plan: ResolvedPlan, longest: int, longest_prompt: int | None, num_staged: int = 1
+) -> list[Slab]:
     """What each layer stores for sequences of at most ``longest`` tokens."""
     pairs = zip(plan.layers, plan.stacks(), strict=True)
-    return [layer.slab(stack, longest, longest_prompt) for layer, stack in pairs]
+    return [layer.slab(stack, longest, longest_prompt, num_staged) for layer, stack in pairs]
 
 
 def slot_bytes(plan: ResolvedPlan, adapter: ModelAdapter) -> int:

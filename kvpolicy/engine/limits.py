@@ -51,6 +51,7 @@ class Limits:
                 engine.adapter,
                 longest=longest,
                 longest_prompt=longest_prompt,
+                max_tokens_per_forward=engine.max_tokens_per_forward,
             )
         most_open = None
         if max_waiting is not None:

@@ -133,8 +133,6 @@ class Scheduler:
         self._drop_finished()
         while (self.takes_turns or not self._groups) and (admitted := self._ask_schedule()):
             for group in admitted:
-                for seq in group:
-                    self.slots.place(seq)
                 for one in self._core.extensions:
                     one.admit(group)
                 self.num_prompt_tokens += sum(seq.num_prompt for seq in group)
@@ -151,9 +149,10 @@ class Scheduler:
         self._groups = deque(group for group in self._groups if self._chunks.unfinished(group))
 
     def _ask_schedule(self) -> list[list[Sequence]]:
-        """Take the sequences to admit next from the queue, in groups whose prompts enter together.
+        """Give slots to the sequences to admit next, in groups whose prompts enter together.
 
-        Empty if no slot is free, no request waits, or the policies wait.
+        Empty if no slot is free, no request waits, the cache has no place for another prompt, or
+        the policies wait.
         """
         waiting, num_free = self.queue.waiting, self.slots.num_free
         if not waiting or not num_free:
@@ -167,7 +166,15 @@ class Scheduler:
                 [seq.waiting for seq in in_order], num_free, len(self.slots.active)
             )
         self._ended += [waiting.pop(seq.id) for seq in in_order if seq.error is not None]
-        return [[waiting.pop(number) for number in group] for group in groups]
+        admitted: list[list[Sequence]] = []
+        for group in groups:
+            admitted.append([])
+            for number in group:
+                if not self._core.cache.admits(len(waiting[number].prompt)):
+                    return [one for one in admitted if one]
+                admitted[-1].append(waiting.pop(number))
+                self.slots.place(admitted[-1][-1])
+        return admitted
 
     def _decode_step(self) -> Step:
         """The newest token of every sequence whose prompt is in."""
@@ -231,17 +238,20 @@ class Chunks:
 
         The others wait until the prompts before theirs are in.
         """
-        free = self._cache.num_free_rows([seq.slot for seq in sequences]).tolist()
+        slots = [seq.slot for seq in sequences]
+        free = self._cache.num_free_rows(slots).tolist()
         most = min(self._most, self._extensions.most_in_all(sequences))
         lengths: list[int] = []
         width = 0  # of the forward: shorter chunks are padded
         for seq, num_free in zip(sequences, free, strict=True):
             num_left = self._num_left(seq)
             length = min(num_left, num_free, self._chunk, most, self._extensions.most(seq))
-            width = max(width, length)
-            if width * (len(lengths) + 1) > most:
+            width, longer = max(width, length), [*lengths, length]
+            if width * len(longer) > most:
                 break
-            lengths.append(length)
+            if not self._cache.enter_together(slots[: len(longer)], longer):
+                break
+            lengths = longer
         return lengths
 
 

@@ -36,6 +36,7 @@ class Slots:
         """Give a sequence the first free slot."""
         self._assign(seq, self._held.index(None))
         self._cache.prompt_len[seq.slot] = seq.num_staying
+        self._cache.num_prompt[seq.slot] = len(seq.prompt)
 
     def fill(self, sequences: abc.Iterable[Sequence]) -> None:
         """Have sequences hold the first slots, which hold what they do already."""

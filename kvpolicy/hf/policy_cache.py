@@ -147,7 +147,7 @@ class PolicyCache(Cache):
         Raises:
             ModelError: If the engine cannot run the model.
             PlanError: If the plan does not fit the model.
-            CacheError: If the plan stores pads.
+            CacheError: If the plan stores pads, or has a ``prefill_buffer``.
         """
         super().__init__(layers=_NoLayers())
         is_number = isinstance(max_length, int) and not isinstance(max_length, bool)
@@ -166,6 +166,8 @@ class PolicyCache(Cache):
         )
         if self._bound.plan.padding != "none":
             _refuse('stores no pads; run plans with padding = "stored" in an Engine')
+        if self._bound.plan.stages:
+            _refuse("has no rows beside its slabs; run plans with a prefill_buffer in an Engine")
         self._max_length = max_length
         self.reset()
         _attach(self, adapter.model)

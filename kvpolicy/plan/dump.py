@@ -83,6 +83,7 @@ def _group(layers: Sequence[LayerPlan], num_layers: int) -> dict[str, Any]:
         "buffer": first.buffer,
         **({} if first.prompt == "evict" else {"prompt": first.prompt}),
         **({} if first.heads == "own" else {"heads": first.heads}),
+        **({"prefill_buffer": first.prefill_buffer} if first.stages else {}),
     }
 
 

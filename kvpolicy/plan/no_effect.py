@@ -25,7 +25,10 @@ def without_effect(plan: ResolvedPlan) -> list[str]:
     for layer, stack in zip(plan.layers, plan.stacks(), strict=True):
         for found in _found(layer, stack):
             layers.setdefault(found, []).append(layer.layer_idx)
-    return [f"{what} in {format_layers(where)}{why}" for (what, why), where in layers.items()]
+    sentences = [f"{what} in {format_layers(where)}{why}" for (what, why), where in layers.items()]
+    if any(layer.prefill_buffer for layer in plan.layers) and not plan.stages:
+        sentences.append("prefill_buffer changes nothing: no row leaves a layer that has it")
+    return sentences
 
 
 def _found(layer: LayerPlan, stack: Stack) -> Iterator[tuple[str, str]]:

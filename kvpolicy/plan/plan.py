@@ -2,7 +2,8 @@
 
 Budget: the rows of a layer and KV head that stay after a compaction, including sinks and the
 recent window, not the buffer. A slot never holds more than ``budget + buffer`` rows, and those of
-its prompt if the plan keeps prompts.
+its prompt if the plan keeps prompts. ``prefill_buffer`` is the buffer of a prompt that enters; what
+is more than ``buffer`` lies beside the slots.
 Where heads share the rows of a layer, both are those of a head in the mean.
 """
 
@@ -81,6 +82,9 @@ class Plan:
             budgets count the rows behind them, and policies choose from those.
         heads: ``"own"``: each KV head has the budget for itself. ``"shared"``: it is the mean over
             the heads of a layer, and policies may choose how many rows of each stay.
+        prefill_buffer: Rows that may join before the next compaction while a prompt enters, at
+            least as many as ``buffer``, which is the default. They take memory once, not in every
+            slot.
         name: Where the plan came from, for messages.
         sources: How the user gave entries that are not in the plan's file, by their keys and
             indices, for messages: ``{("budget",): "--budget 96"}``.
@@ -97,6 +101,7 @@ class Plan:
     length: int | None = plan_field(COUNT, None)
     prompt: PromptRows = plan_field(PROMPT, "evict")
     heads: Heads = plan_field(HEADS, "own")
+    prefill_buffer: int | None = plan_field(COUNT, None)
     name: str = attrs.field(default="the plan", eq=False)
     sources: Mapping[Location, str] = attrs.field(factory=dict, eq=False, repr=False)
     options: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
@@ -129,6 +134,7 @@ class Plan:
         length: int | None = None,
         prompt: PromptRows = "evict",
         heads: Heads = "own",
+        prefill_buffer: int | None = None,
     ) -> "Plan":
         """The same stack, budget and buffer in every layer.
 
@@ -144,6 +150,8 @@ class Plan:
             length: Tokens that a budget given as a share refers to.
             prompt: ``"keep"``: rows of prompts stay, and the budget counts the rows behind them.
             heads: ``"own"``, or ``"shared"``: the budget is the mean over the KV heads of a layer.
+            prefill_buffer: Rows that may join before the next compaction while a prompt enters; by
+                default ``buffer``.
 
         Raises:
             PlanError: If a value is malformed, or knobs are given for a policy that is not in
@@ -165,6 +173,7 @@ class Plan:
             length=length,
             prompt=prompt,
             heads=heads,
+            prefill_buffer=prefill_buffer,
         )
         specs = [*plan.stack, *plan.schedule]
         names = [spec.policy for spec in specs]
@@ -488,7 +497,7 @@ class _Resolution:
     ) -> list[LayerPlan]:
         """The layers of one group; none if it depends on a malformed value."""
         group, plan = self._groups[i], self._plan
-        own = ("stack", "budget", "buffer", "prompt", "heads")
+        own = ("stack", "budget", "buffer", "prompt", "heads", "prefill_buffer")
         inherited = [key for key in own if getattr(group, key) is None]
         depends = {(i, key) for key in own} | {(None, key) for key in (*inherited, "length")}
         if depends & self._malformed:
@@ -516,12 +525,16 @@ class _Resolution:
             raise PlanError(msg)
         protected = _check_budget(giver, members[0], built.stack, budget, plan.options)
         buffer = plan.buffer if group.buffer is None else group.buffer
+        buffer = default_buffer(budget) if buffer is None else buffer
         prompt = plan.prompt if group.prompt is None else group.prompt
         heads = plan.heads if group.heads is None else group.heads
         if not needs_budget(built.stack):
             heads = "own"  # all rows stay
         if heads == "shared":
             _check_shared(plan.name, members[0], built.stack, prompt)
+        prefill_buffer = group.prefill_buffer or plan.prefill_buffer
+        if prefill_buffer is not None and budget is not None and built.stack.bounded:
+            _check_prefill_buffer(plan.name, members[0], prefill_buffer, buffer, prompt, heads)
         members = sorted(members)
         budgets: Sequence[int | None] = [budget] * len(members)
         if budget is not None:
@@ -533,12 +546,13 @@ class _Resolution:
                 layer_idx,
                 built.specs,
                 rows,
-                default_buffer(budget) if buffer is None else buffer,
+                buffer,
                 bounded=built.stack.bounded,
                 num_protected=protected,
                 prompt=prompt,
                 heads=heads,
                 budget_from=share,
+                prefill_buffer=None if prefill_buffer == buffer else prefill_buffer,
             )
             for layer_idx, rows in zip(members, budgets, strict=True)
         ]
@@ -613,6 +627,25 @@ def _check_shared(name: str, layer_idx: int, stack: Stack, prompt: PromptRows) -
         raise PlanError(msg)
 
 
+def _check_prefill_buffer(
+    name: str, layer_idx: int, prefill_buffer: int, buffer: int, prompt: PromptRows, heads: Heads
+) -> None:
+    """Refuse rows beside the slabs where they cannot be held."""
+    reason = None
+    if prefill_buffer < buffer:
+        reason = f"its buffer is {buffer}; give at least as many"
+    elif prefill_buffer > buffer and heads == "shared":
+        reason = 'its KV heads share their rows; write heads = "own"'
+    elif prefill_buffer > buffer and prompt == "keep":
+        reason = 'the rows of its prompts stay; write prompt = "evict"'
+    if reason is not None:
+        msg = (
+            f"{name} gives layer {layer_idx} a prefill_buffer of {prefill_buffer}, and {reason}, "
+            "or leave it out"
+        )
+        raise PlanError(msg)
+
+
 def _check_steering(plan: ResolvedPlan) -> None:
     """Refuse policies that steer layers whose stack they are not in: nothing would happen."""
     stacks = plan.stacks()
@@ -635,6 +668,13 @@ def _check_padding(plan: ResolvedPlan) -> None:
         msg = (
             f'{plan.name}: padding = "stored" subtracts pads from the budget that a prompt shares, '
             'and with prompt = "keep" the rows of prompts are not in it; leave out one of them'
+        )
+        raise PlanError(msg)
+    if plan.padding == "stored" and plan.stages:
+        msg = (
+            f'{plan.name}: padding = "stored" subtracts pads from the rows of a slab, and with a '
+            "prefill_buffer larger than the buffer a prompt has more than these; leave out one of "
+            "them"
         )
         raise PlanError(msg)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.cache.slab import UNLIMITED, Slab
+from kvpolicy.cache.shape import UNLIMITED, Slab, Staging
 from kvpolicy.errors import PlanError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.plan.spec import Heads, Padding, PolicySpec, PromptRows
@@ -31,6 +31,8 @@ class LayerPlan:
         num_protected: Rows that its policies promise to keep.
         prompt: ``"keep"``: the rows of prompts stay, and policies choose from those behind them.
         heads: ``"own"``, or ``"shared"``: ``budget`` is the mean over the KV heads.
+        prefill_buffer: Rows that may join before the next compaction while a prompt enters;
+            ``None``: as many as later.
         budget_from: The calculation of a budget that the plan gives as a share, as text. It
             is not part of the digest: the plan equals one with the same number of rows.
     """
@@ -44,6 +46,12 @@ class LayerPlan:
     prompt: PromptRows = "evict"
     heads: Heads = "own"
     budget_from: str | None = attrs.field(default=None, eq=False)
+    prefill_buffer: int | None = None
+
+    @property
+    def evicts(self) -> bool:
+        """Whether it has slabs of a fixed size, which rows leave."""
+        return self.bounded and self.budget is not None
 
     @property
     def num_spare_rows(self) -> int:
@@ -56,6 +64,11 @@ class LayerPlan:
     def keeps_prompt(self) -> bool:
         """Whether the rows of prompts stay although it has a budget."""
         return self.prompt == "keep" and self.budget is not None
+
+    @property
+    def stages(self) -> bool:
+        """Whether prompts may have rows beside their slabs."""
+        return self.evicts and self.prefill_buffer is not None
 
     def capacity(self, longest: int, longest_prompt: int | None = None) -> int:
         """Rows to allocate for each slot.
@@ -72,19 +85,36 @@ class LayerPlan:
             staying = longest if longest_prompt is None else longest_prompt
         return min(staying + self.budget + self.buffer, longest)
 
-    def slab(self, stack: Stack, longest: int, longest_prompt: int | None = None) -> Slab:
+    def slab(
+        self,
+        stack: Stack,
+        longest: int,
+        longest_prompt: int | None = None,
+        num_staged: int = 1,
+    ) -> Slab:
         """What the cache of this layer holds for each slot; see `capacity`.
 
         Args:
             stack: The layer's policies.
             longest: Tokens of the longest sequence.
             longest_prompt: Tokens of the longest prompt.
+            num_staged: Prompts that have rows beside the slabs at a time.
         """
         room: int | None = None
         if self.keeps_prompt:
             assert self.budget is not None
             room = self.budget + self.buffer if self.bounded else UNLIMITED
-        return stack.slab(self.capacity(longest, longest_prompt), room, self.heads)
+        slab = stack.slab(self.capacity(longest, longest_prompt), room, self.heads)
+        rows = self._num_staged_rows(longest)
+        return attrs.evolve(slab, staging=Staging(rows, num_staged)) if rows else slab
+
+    def _num_staged_rows(self, longest: int) -> int:
+        """Rows that a prompt may have beside its slab."""
+        if not self.stages:
+            return 0
+        assert self.budget is not None
+        assert self.prefill_buffer is not None
+        return min(self.budget + self.prefill_buffer, longest) - self.capacity(longest)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as JSON gives it back."""
@@ -96,6 +126,7 @@ class LayerPlan:
             # Only if it is not the default, so that digests of older results stay valid.
             **({} if self.prompt == "evict" else {"prompt": self.prompt}),
             **({} if self.heads == "own" else {"heads": self.heads}),
+            **({"prefill_buffer": self.prefill_buffer} if self.stages else {}),
             # Policies whose slabs grow may still compact: their budget has a key of its own.
             **({} if self.bounded else {"prefill_budget": self.budget}),
             **({} if self.budget_from is None else {"budget_from": self.budget_from}),
@@ -159,6 +190,20 @@ class ResolvedPlan:
     def keeps_prompts(self) -> bool:
         """Whether the rows of prompts stay in any layer although it has a budget."""
         return any(layer.keeps_prompt for layer in self.layers)
+
+    @property
+    def stages(self) -> bool:
+        """Whether prompts may have rows beside their slabs in any layer."""
+        return any(layer.stages for layer in self.layers)
+
+    def most_staged(self, max_tokens_per_forward: int) -> int:
+        """The most prompts that have rows beside their slabs: as many as enter in one forward.
+
+        Args:
+            max_tokens_per_forward: The most prompt tokens of all sequences in one forward.
+        """
+        sizes = [layer.prefill_buffer or 1 for layer in self.layers if layer.stages]
+        return max(max_tokens_per_forward // max(sizes), 1) if sizes else 0
 
     def compacting_layers(self) -> list[LayerPlan]:
         """The layers from which a compaction may remove rows."""

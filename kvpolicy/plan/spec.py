@@ -337,7 +337,7 @@ STACK = Rule(
 
 @attrs.frozen
 class LayerGroup:
-    """Layers with the same stack, budget, buffer, prompt and heads; ``None``: those of the plan.
+    """Layers with the same entries; ``None``: those of the plan.
 
     Attributes:
         where: ``"all"``, a slice such as ``"0:2"`` or ``"-2:"``, or a list of layers.
@@ -347,6 +347,7 @@ class LayerGroup:
         prompt: ``"evict"``, or ``"keep"``: the rows of prompts stay, and do not count.
         heads: Whether each KV head has the budget for itself, ``"own"``, or all heads of a layer
             have it together, ``"shared"``.
+        prefill_buffer: Rows that may join before the next compaction while a prompt enters.
     """
 
     where: str | tuple[int, ...] = plan_field(WHERE, "all")
@@ -355,6 +356,7 @@ class LayerGroup:
     buffer: int | None = plan_field(COUNT, None)
     prompt: PromptRows | None = plan_field(PROMPT, None)
     heads: Heads | None = plan_field(HEADS, None)
+    prefill_buffer: int | None = plan_field(COUNT, None)
 
     def layers(self, num_layers: int, name: str) -> list[int]:
         """The layers of the group, in the order in which `where` names them.

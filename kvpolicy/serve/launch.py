@@ -154,6 +154,7 @@ def _too_large(plan: str, engine: Engine, max_len: int, max_prompt_len: int) -> 
         slots=engine.num_slots,
         longest=max_len,
         longest_prompt=max_prompt_len,
+        max_tokens_per_forward=engine.max_tokens_per_forward,
     )
     msg = (
         f"plan '{plan}' needs {format_bytes(wanted.num_bytes)} for {engine.num_slots} sequences of "

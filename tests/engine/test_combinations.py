@@ -88,16 +88,16 @@ class Fails:
 @st.composite
 def mixed(draw: st.DrawFn) -> list[LayerGroup]:
     """A group for each layer, without the policy that fails."""
-    return [
-        LayerGroup(
-            [number],
-            draw(st.sampled_from(STACKS)),
-            draw(st.integers(12, 16)),
-            draw(st.integers(1, 6)),
-            prompt=draw(st.sampled_from(["evict", "keep"])),
-        )
-        for number in range(NUM_LAYERS)
-    ]
+    groups = []
+    for number in range(NUM_LAYERS):
+        stack, budget = draw(st.sampled_from(STACKS)), draw(st.integers(12, 16))
+        buffer, prompt = draw(st.integers(1, 6)), draw(st.sampled_from(["evict", "keep"]))
+        group = LayerGroup([number], stack, budget, buffer, prompt=prompt)
+        if prompt == "evict":
+            more = draw(st.sampled_from([9, 0, 1]))
+            group = attrs.evolve(group, prefill_buffer=buffer + more)
+        groups.append(group)
+    return groups
 
 
 def with_last(groups: list[LayerGroup], policy: Fails) -> Plan:

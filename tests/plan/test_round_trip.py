@@ -170,6 +170,7 @@ CHANGES: list[dict[str, Any]] = [
     {"buffer": 17},
     {"prompt": "keep"},
     {"heads": "shared"},
+    {"prefill_buffer": 64},
     {"padding": "stored"},
     {"schedule": ["skipkv_batches"]},
 ]

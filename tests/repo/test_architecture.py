@@ -59,7 +59,7 @@ IN_ENGINE = {
     "requests": {"snapshots"},
     "eviction": {"requests", "snapshots"},
     "extensions": {"compaction", "requests", "resuming", "reuse", "snapshots", "step"},
-    "memory": {"compose"},
+    "memory": {"bound_plan", "compose"},
     "reuse": {"requests", "snapshots"},
 }
 POLICY_PACKAGES = ["kvpolicy_baselines", "kvpolicy_plugins", "skipkv_plugin"]

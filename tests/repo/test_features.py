@@ -80,6 +80,7 @@ WITH = {
     "ragged": lambda: answered(plan("adakv", "h2o", heads="shared")),
     "prompt_kept": lambda: answered(plan("streaming", prompt="keep")),
     "window": windowed,
+    "staged": lambda: answered(plan("streaming", prefill_buffer=16), Request([1] * 15, 2)),
 }
 print(len(answered(plan("h2o"))))
 try:
@@ -93,7 +94,7 @@ EXTENSIONS = sorted(
     for file in (PACKAGE / "engine/extensions").glob("*.py")
     if file.stem not in ("__init__", "base")
 )
-LAYOUTS = [f"cache/layouts/{name}.py" for name in ("prompt_kept", "ragged", "window")]
+LAYOUTS = [f"cache/layouts/{name}.py" for name in ("prompt_kept", "ragged", "staged", "window")]
 
 
 @pytest.fixture(scope="module")

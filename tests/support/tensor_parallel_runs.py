@@ -84,7 +84,8 @@ def cases() -> dict[str, tuple[str, dict[str, Any]]]:
         stack = [*first, {"policy": name, **knobs}]
         plan = {"stack": stack} if name == "full" else {"stack": stack, "budget": 12, "buffer": 5}
         found[name] = ("llama", plan)
-    return found
+    larger = {"stack": ["h2o"], "budget": 12, "buffer": 5, "prefill_buffer": 9}
+    return found | {"prefill_buffer": ("llama", larger)}
 
 
 def family_cases() -> dict[str, tuple[str, dict[str, Any]]]:

@@ -49,6 +49,7 @@ class Counts:
         self.num_reserved = np.zeros((num_layers, num_slots), dtype=np.int64)
         self.seq_len = np.zeros(num_slots, dtype=np.int64)
         self.prompt_len = np.zeros(num_slots, dtype=np.int64)
+        self.num_prompt = np.zeros(num_slots, dtype=np.int64)
         self.capacity = np.zeros(num_layers, dtype=np.int64)
         self.transient_bytes = 0
 
@@ -56,7 +57,7 @@ class Counts:
     def per_slot(self) -> list[np.ndarray]:
         """The numbers of each slot; the last axis is the slot."""
         of_layers = [self.rows, self.prompt_rows, self.compacted_at, self.num_reserved]
-        return [*of_layers, self.seq_len, self.prompt_len]
+        return [*of_layers, self.seq_len, self.prompt_len, self.num_prompt]
 
     def drop_first(
         self, layer_idx: int, slots: Sequence[int] | np.ndarray, num: int | np.ndarray
@@ -151,6 +152,19 @@ class Layout(ABC):
         raise NotImplementedError
 
     # Counts
+
+    def admits(self, num_prompt: int) -> bool:
+        """Whether a sequence with so many prompt tokens may be given a free slot now."""
+        del num_prompt
+        return True
+
+    def enter_together(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Whether one forward may bring in so many prompt tokens of each of these slots.
+
+        That of one slot always may, as many as it has `room` for.
+        """
+        del slots, lengths
+        return True
 
     @abstractmethod
     def room(self, slots: Sequence[int]) -> np.ndarray:
@@ -415,6 +429,14 @@ class Around(RowLayout):
     def empty_tables(self, shape: LayerShape, slab: Slab) -> dict[str, Tensor]:
         """Tensors that each slot has beside its rows."""
         return self.inner.empty_tables(shape, slab)
+
+    def admits(self, num_prompt: int) -> bool:
+        """Whether a sequence may be given a free slot now."""
+        return self.inner.admits(num_prompt)
+
+    def enter_together(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Whether one forward may bring in so many prompt tokens."""
+        return self.inner.enter_together(slots, lengths)
 
     def room(self, slots: Sequence[int]) -> np.ndarray:
         """Tokens that these slots take, ``[n, B]``."""

@@ -26,12 +26,13 @@ def layouts_of(shapes: Sequence[LayerShape], slabs: Sequence[Slab], counts: Coun
     return [made[kind] for kind in kinds]
 
 
-def _kind(shape: LayerShape, slab: Slab) -> tuple[bool, bool, bool]:
-    """Whether heads share rows, whether there is a window, and whether prompts stay."""
-    return slab.ragged, shape.sliding_window is not None, slab.room is not None
+def _kind(shape: LayerShape, slab: Slab) -> tuple[bool, bool, bool, bool]:
+    """Whether heads share rows, there is a window, prompts stay, and rows of them are staged."""
+    windowed, staged = shape.sliding_window is not None, slab.staging is not None
+    return slab.ragged, windowed, slab.room is not None, staged
 
 
-def _made(ragged: bool, windowed: bool, keeps_prompt: bool, counts: Counts) -> Layout:
+def _made(ragged: bool, windowed: bool, keeps_prompt: bool, staged: bool, counts: Counts) -> Layout:
     layout: RowLayout
     if ragged:
         make = feature(_LAYOUTS + "ragged", "Ragged", "heads that share rows")
@@ -42,6 +43,10 @@ def _made(ragged: bool, windowed: bool, keeps_prompt: bool, counts: Counts) -> L
         layout = feature(_LAYOUTS + "window", "Window", "sliding windows")(counts)
     else:
         layout = Even(counts)
+    if staged:
+        assert type(layout) is Even, "a plan refuses it"
+        assert not keeps_prompt, "a plan refuses it"
+        layout = feature(_LAYOUTS + "staged", "Staged", "plans with prefill_buffer")(layout)
     if keeps_prompt:
         layout = feature(_LAYOUTS + "prompt_kept", "PromptKept", "prompts that stay")(layout)
     return layout

@@ -1,5 +1,6 @@
 """Rows and bytes that a plan allocates on a model, computed without allocating them."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,8 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpolicy.cache.slab import KVCache, LayerCache, LayerShape, Slab
+from kvpolicy.engine.bound_plan import DEFAULT_MAX_TOKENS
 from kvpolicy.engine.compose import slot_bytes
-from kvpolicy.engine.memory.heads import check_heads
+from kvpolicy.engine.memory.layers import check_layers
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.model.adapter import ModelAdapter
@@ -75,6 +77,9 @@ class Footprint:
         lookahead_size: The most tokens of a lookahead.
         lookahead_bytes_per_slot: Bytes that a lookahead of a sequence takes for a moment, at most:
             keys and values of its tokens in all layers, and their queries.
+        most_staged: The most prompts that have rows beside their slabs at a time.
+        staged_bytes_per_prompt: Bytes of these rows of one prompt.
+        staged_copy_bytes: The most bytes of a temporary copy of one prompt with such rows.
     """
 
     plan: ResolvedPlan
@@ -86,6 +91,9 @@ class Footprint:
     layers: tuple[LayerFootprint, ...]
     lookahead_size: int = 0
     lookahead_bytes_per_slot: int = 0
+    most_staged: int = 0
+    staged_bytes_per_prompt: int = 0
+    staged_copy_bytes: int = 0
 
     @property
     def bytes_per_slot(self) -> int:
@@ -99,13 +107,32 @@ class Footprint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots."""
-        return self.slots * self.bytes_per_slot
+        """Bytes of all slots, and of the staging area."""
+        return self.slots * self.bytes_per_slot + self.staging_bytes
+
+    @property
+    def num_staged(self) -> int:
+        """Prompts that have rows beside their slabs at a time."""
+        return min(self.slots, self.most_staged)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the rows beside the slabs, which all slots share."""
+        return self.num_staged * self.staged_bytes_per_prompt
 
     @property
     def copied_bytes(self) -> int:
-        """The most bytes of a temporary copy: a compaction copies rows of one layer at a time."""
-        return self.slots * max(one.rows_per_slot * one.kv_bytes_per_row for one in self.layers)
+        """The most bytes of a temporary copy.
+
+        A compaction copies rows of one layer at a time; with rows beside slabs, so does a forward.
+        """
+        of_slot = max(one.rows_per_slot * one.kv_bytes_per_row for one in self.layers)
+        return max(self.slots * of_slot, self.num_staged * self.staged_copy_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes with all that is copied or added for a moment."""
+        return self.num_bytes + self.copied_bytes + self.slots * self.lookahead_bytes_per_slot
 
     @property
     def groups(self) -> list[list[LayerFootprint]]:
@@ -130,6 +157,7 @@ class Footprint:
             "bytes_per_slot": self.bytes_per_slot,
             "bytes": self.num_bytes,
             "copied_bytes": self.copied_bytes,
+            "staging_bytes": self.staging_bytes,
             "full_bytes_per_slot": self.full_bytes_per_slot,
             "shared_bytes_per_slot": self.shared_bytes_per_slot,
             "lookahead_bytes_per_slot": self.lookahead_bytes_per_slot,
@@ -148,6 +176,7 @@ def footprint(
     slots: int,
     longest: int | None = None,
     longest_prompt: int | None = None,
+    max_tokens_per_forward: int = DEFAULT_MAX_TOKENS,
 ) -> Footprint:
     """Compute what a plan allocates on a model.
 
@@ -157,6 +186,7 @@ def footprint(
         slots: Sequences decoded together.
         longest: Tokens of the longest sequence; the model's positions if not given.
         longest_prompt: Tokens of the longest prompt; ``longest`` if not given.
+        max_tokens_per_forward: As of `Engine`: so many prompts have rows beside their slabs.
 
     Returns:
         The same bytes that an engine allocates.
@@ -166,13 +196,19 @@ def footprint(
     """
     adapter = model if isinstance(model, ModelAdapter) else ModelAdapter(model)
     resolved = plan.resolve(adapter.num_layers)
-    check_heads(resolved, adapter)
+    check_layers(resolved, adapter)
     tokens = min(longest or adapter.max_positions, adapter.max_positions)
     prompt_tokens = min(longest_prompt or tokens, tokens)
     parts = zip(resolved.layers, resolved.stacks(), adapter.layer_shapes(), strict=True)
-    layers = []
+    layers, staged, copies = [], 0, [0]
     for layer, stack, shape in parts:
-        cache = _slot(shape, layer.slab(stack, tokens, prompt_tokens))
+        slab = layer.slab(stack, tokens, prompt_tokens)
+        cache = _slot(shape, slab)
+        if slab.staging is not None:
+            lane = Slab(slab.staging.rows, tracks=slab.tracks)
+            staged += _slot(shape, lane).num_bytes
+            # All rows in a copy, and those of the slab in one on the way.
+            copies.append((slab.most_rows + slab.capacity) * shape.row_bytes)
         window_bytes = 0 if cache.window is None else cache.window.nbytes
         of_rows = sum(slab.nbytes for slab in cache.slabs)
         layers.append(
@@ -198,6 +234,9 @@ def footprint(
         tuple(layers),
         lookahead_size=max(stack.lookahead_size for stack in resolved.stacks()),
         lookahead_bytes_per_slot=_lookahead_bytes(resolved.stacks(), adapter.layer_shapes()),
+        most_staged=resolved.most_staged(max_tokens_per_forward),
+        staged_bytes_per_prompt=staged,
+        staged_copy_bytes=max(copies),
     )
 
 
@@ -208,6 +247,7 @@ def slots_within(
     *,
     longest: int | None = None,
     longest_prompt: int | None = None,
+    max_tokens_per_forward: int = DEFAULT_MAX_TOKENS,
 ) -> int:
     """How many slots of a plan fit into so many bytes, with the copy that a compaction makes.
 
@@ -216,8 +256,15 @@ def slots_within(
     Raises:
         KVPolicyError: Not one slot fits.
     """
-    one = footprint(plan, model, slots=1, longest=longest, longest_prompt=longest_prompt)
-    needed = one.num_bytes + one.copied_bytes + one.lookahead_bytes_per_slot
+    one = footprint(
+        plan,
+        model,
+        slots=1,
+        longest=longest,
+        longest_prompt=longest_prompt,
+        max_tokens_per_forward=max_tokens_per_forward,
+    )
+    needed = one.needed_bytes
     if num_bytes < needed:
         msg = (
             f"kv_memory is {num_bytes:,} bytes, and one sequence of up to {one.tokens:,} tokens "
@@ -225,7 +272,8 @@ def slots_within(
             "a plan with smaller budgets"
         )
         raise KVPolicyError(msg)
-    return num_bytes // needed
+    most = range(1, num_bytes // one.bytes_per_slot + 1)
+    return bisect_right(most, num_bytes, key=lambda num: attrs.evolve(one, slots=num).needed_bytes)
 
 
 def _lookahead_bytes(stacks: Sequence[Stack], shapes: Sequence[LayerShape]) -> int:

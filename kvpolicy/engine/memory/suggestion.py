@@ -1,5 +1,6 @@
 """Which budget and how many slots fit into a memory, counted as the engine allocates them."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -78,10 +79,9 @@ def suggest(
     """
     fit = _Fit(plan_of, model, longest, longest_prompt, memory)
     if budget is not None:
-        one = fit.footprint(budget)
-        most = memory // one.bytes_per_slot if slots is None else slots
-        if most * one.bytes_per_slot > memory or not most:
-            fit.refuse(one, max(most, 1))
+        most = fit.most_slots(budget) if slots is None else slots
+        if not most or not fit.fits(budget, most):
+            fit.refuse(fit.footprint(budget, max(most, 1)))
         return Suggestion(fit.footprint(budget, most), fit.alternatives(most))
     if slots is not None:
         return Suggestion(fit.largest(slots), fit.alternatives(slots))
@@ -129,15 +129,23 @@ class _Fit:
         """What a plan with this budget allocates."""
         return attrs.evolve(self._of_one_slot(budget), slots=slots)
 
+    def fits(self, budget: int, slots: int) -> bool:
+        """Whether so many slots fit with this budget."""
+        return self.footprint(budget, slots).num_bytes <= self._memory
+
+    def most_slots(self, budget: int) -> int:
+        """The most slots that fit with this budget; 0: none."""
+        most = self._memory // self._of_one_slot(budget).bytes_per_slot
+        return bisect_left(range(1, most + 1), True, key=lambda num: not self.fits(budget, num))
+
     def largest(self, slots: int) -> Footprint:
         """The plan with the largest budget that fits so many slots."""
-        per_slot = self._memory // slots
         low, high = self._least, self._longest + 1
-        if low >= high or self._of_one_slot(low).bytes_per_slot > per_slot:
-            self.refuse(self._of_one_slot(min(low, self._longest)), slots)
+        if low >= high or not self.fits(low, slots):
+            self.refuse(self.footprint(min(low, self._longest), slots))
         while high - low > 1:  # low fits, and high does not, or is longer than any sequence
             middle = (low + high) // 2
-            if self._of_one_slot(middle).bytes_per_slot <= per_slot:
+            if self.fits(middle, slots):
                 low = middle
             else:
                 high = middle
@@ -146,17 +154,17 @@ class _Fit:
     def alternatives(self, slots: int) -> tuple[Footprint, ...]:
         """The largest budgets for powers of two, and for the given number, as far as any fits."""
         counts = sorted({2**i for i in range(MOST_SLOTS.bit_length())} | {slots})
-        least = self._of_one_slot(min(self._least, self._longest))
-        fitting = [one for one in counts if one * least.bytes_per_slot <= self._memory]
+        least = min(self._least, self._longest)
+        fitting = [one for one in counts if self.fits(least, one)]
         if not fitting:
-            self.refuse(least, 1)
+            self.refuse(self.footprint(least))
         return tuple(self.largest(one) for one in fitting)
 
-    def refuse(self, one: Footprint, slots: int) -> None:
-        """Raise an error: so many slots of a plan do not fit."""
-        what = "1 sequence takes" if slots == 1 else f"{slots:,} sequences take"
+    def refuse(self, one: Footprint) -> None:
+        """Raise an error: a plan does not fit."""
+        what = "1 sequence takes" if one.slots == 1 else f"{one.slots:,} sequences take"
         msg = (
-            f"{what} {slots * one.bytes_per_slot:,} bytes with a budget of {budget_of(one):,} rows "
+            f"{what} {one.num_bytes:,} bytes with a budget of {budget_of(one):,} rows "
             f"and a buffer of {one.layers[0].plan.buffer:,}, and the "
             f"memory for the cache has {self._memory:,}; give more memory, a smaller budget, "
             "fewer slots or a shorter length"

@@ -80,15 +80,16 @@ def evicted_in_prompt(plan: ResolvedPlan, longest_prompt: int) -> str | None:
         longest_prompt: Tokens of the longest prompt.
     """
     sizes = [
-        (layer.budget or 0, layer.buffer)
+        (layer.budget or 0, layer.prefill_buffer or layer.buffer)
         for layer in plan.compacting_layers()
         if layer.bounded and not layer.keeps_prompt
     ]
     budget, buffer = min(sizes, key=sum, default=(longest_prompt, 0))
     if longest_prompt <= budget + buffer:
         return None
+    key = "prefill_buffer" if plan.stages else "buffer"
     return (
         "rows left before the end of a prompt was read: the longest had "
-        f"{longest_prompt:,} tokens, and budget and buffer are {budget:,} + {buffer:,}; what is "
+        f"{longest_prompt:,} tokens, and budget and {key} are {budget:,} + {buffer:,}; what is "
         'asked at the end is better asked first, or the rows of prompts kept with prompt = "keep"'
     )

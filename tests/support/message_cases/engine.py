@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 import torch
+from families import family_model
 from safetensors.torch import save_file
 from tiny import shared_model, tiny_tokenizer
 from torch import Tensor
@@ -112,6 +113,10 @@ def fails(_: Tensor) -> Tensor:
 ROWS = CacheView(positions=torch.arange(20).expand(1, 2, 20))
 
 CASES: dict[str, Callable[[Path], object]] = {
+    "a prefill_buffer in a sliding window": lambda _: Engine(
+        family_model("mistral"),
+        plan=Plan.uniform("h2o", budget=4, buffer=2, prefill_buffer=8),
+    ),
     "a model that is a name": lambda _: Engine("reasoner", None, TIGHT),
     "no slots": lambda _: engine(slots=0),
     "an extension and not its class": lambda _: engine(extensions=[Extension()]),

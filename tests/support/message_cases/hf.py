@@ -32,6 +32,9 @@ def check(tokens: torch.Tensor) -> object:
 
 
 CASES: dict[str, Callable[[Path], object]] = {
+    "prompts beside the slabs": lambda _: PolicyCache(
+        shared_model(), Plan.uniform("h2o", budget=8, buffer=4, prefill_buffer=16)
+    ),
     "another batch size": lambda _: call(torch.tensor([[3], [5]])),
     "a mask that is too short": lambda _: call(PROMPT[:, :1], attention_mask=torch.ones(1, 3)),
     "positions that begin again": lambda _: call(

@@ -41,6 +41,12 @@ def shared_out(answer: object) -> Callable[[Path], object]:
     return lambda _: Plan.uniform("streaming", Answers(), budget=20).resolve(2)
 
 
+def entering(**changes: Any) -> Callable[[Path], object]:
+    """A plan whose prompts enter in more rows than the buffer."""
+    options = {"budget": 32, "buffer": 8, "prefill_buffer": 48} | changes
+    return lambda _: Plan.uniform("h2o", **options).resolve(2)
+
+
 CASES: dict[str, Callable[[Path], object]] = {
     "a policy that is not installed": lambda _: load_policy("snapvk"),
     "a budget of nothing": lambda _: Plan.uniform("h2o", budget=0),
@@ -59,6 +65,15 @@ CASES: dict[str, Callable[[Path], object]] = {
         for answer in ("20, 20", [40], [37, 3], [20, 19])
     },
     "a share of more than all": lambda _: Plan.uniform("h2o", budget="101%", length=100).resolve(2),
+    **{
+        f"a prefill_buffer with {changes}": entering(**changes)
+        for changes in (
+            {"buffer": 64},
+            {"heads": "shared"},
+            {"prompt": "keep"},
+            {"padding": "stored"},
+        )
+    },
     "knobs of a policy elsewhere": lambda _: Plan.uniform(
         "rkv", budget=64, knobs={"h2o": {"n_recent": 3}}
     ),

@@ -1,0 +1,414 @@
+"""With a ``prefill_buffer`` a prompt enters in more rows than its slot has room for."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+import torch
+from allocations import peak_allocated
+from families import family_model
+from hypothesis import given
+from hypothesis import strategies as st
+from list_reference import ListLayer, reference_tokens
+from reuse_cases import assert_same, llama
+from strategies import prompts
+from tiny import shared_model
+from torch import Tensor
+
+from kvpolicy import (
+    Engine,
+    KVPolicyError,
+    Lookahead,
+    Plan,
+    PolicyCache,
+    PrefixStore,
+    Request,
+    hookimpl,
+)
+from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.rows import LayerRows, Tracks
+from kvpolicy.cache.shape import LayerShape, Slab, Staging
+from kvpolicy.cache.slab import KVCache
+from kvpolicy.engine.memory.footprint import footprint, slots_within
+from kvpolicy.errors import PlanError
+from kvpolicy.plan.spec import LayerGroup
+
+NUM_LAYERS, NUM_NEW = 2, 8
+
+
+def requests(prompts: Sequence[list[int]], num_new: int = NUM_NEW) -> list[Request]:
+    return [Request(one, num_new, stop_ids=(), snapshot=True) for one in prompts]
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    rng = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(61, (num,), generator=rng).tolist() for num in lengths]
+
+
+# Kept rows and tokens equal those of loops over lists
+
+
+@attrs.define(eq=False)
+class Rated:
+    """Scores that rank rows differently in every head."""
+
+    @hookimpl
+    def score(self, positions: Tensor) -> Tensor:
+        heads = torch.arange(positions.shape[1])[:, None]
+        return ((positions * 37 + heads * 53) % 29).double()
+
+
+@attrs.define(eq=False)
+class EntersInList(ListLayer):
+    """A layer of lists, one token at a time, whose buffer is another while the prompt enters."""
+
+    prefill_buffer: int = 0
+
+    def compact(self, seq_len: int, *, prefill_done: bool) -> None:
+        later = self.buffer
+        self.buffer = later if prefill_done else self.prefill_buffer
+        super().compact(seq_len, prefill_done=prefill_done)
+        self.buffer = later
+
+
+@given(
+    prompts(count=3, max_len=24),
+    st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(0, 14)),
+    st.sampled_from([512, 1, 3, 7]),
+    st.sampled_from([8192, 20, 5]),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_kept_rows_and_tokens_equal_loops_over_lists(
+    prompts: list[list[int]],
+    sizes: tuple[int, int, int],
+    chunk: int,
+    max_tokens_per_forward: int,
+    slots: int,
+    eager: bool,
+) -> None:
+    budget, buffer, more = sizes
+    model = shared_model("llama", num_layers=NUM_LAYERS)
+    plan = Plan.uniform(Rated(), budget=budget, buffer=buffer, prefill_buffer=buffer + more)
+    limits = {"chunk": chunk, "max_tokens_per_forward": max_tokens_per_forward}
+    engine = Engine(model, plan=plan, slots=slots, eager=eager, **limits)
+    results = engine.generate(requests(prompts)).results()
+    for prompt, result in zip(prompts, results, strict=True):
+        layers = [
+            EntersInList(
+                None,
+                budget,
+                buffer,
+                lambda head, position: float((position * 37 + head * 53) % 29),
+                lambda _: False,
+                prefill_buffer=buffer + more,
+            )
+            for _ in engine.plan.layers
+        ]
+        assert list(result.tokens) == reference_tokens(model, layers, prompt, NUM_NEW)
+        assert result.snapshot is not None
+        for ours, theirs in zip(result.snapshot.contents.layers, layers, strict=True):
+            assert ours.positions.tolist() == [[row[0] for row in head] for head in theirs.heads]
+
+
+# Policies see what they would see with a larger buffer
+
+
+@attrs.define(eq=False)
+class Sees:
+    """Notes all that it is told of rows; scores by what attention has summed."""
+
+    tracks: ClassVar[tuple[str, ...]] = ("age", "norm")
+    window_size: ClassVar[int] = 3
+    lookahead_size: ClassVar[int] = 2
+    seen: list[list[Tensor]] = attrs.field(factory=list)
+
+    @hookimpl
+    def annotate(self, keys: Tensor) -> dict[str, Tensor]:
+        return {"norm": keys.norm(dim=-1)}
+
+    @hookimpl
+    def lookahead(self) -> Lookahead:
+        return Lookahead(num_greedy=2)
+
+    @hookimpl
+    def score(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        queries: Tensor,
+        attn_weights: Tensor,
+        attn_sums: Tensor,
+        num_new: Tensor,
+        tracks: Tracks,
+        lookahead_queries: Tensor,
+    ) -> Tensor:
+        tracks["age"] = tracks["age"] + 1
+        told = [keys, values, positions, queries, attn_weights, attn_sums, num_new]
+        told += [tracks["age"], tracks["norm"], lookahead_queries]
+        self.seen.append([one.clone() for one in told])
+        return attn_sums + 0.1 * tracks["norm"]
+
+
+@pytest.mark.parametrize("chunk", [512, 5])
+def test_policies_are_told_of_all_rows_as_with_a_larger_buffer(chunk: int) -> None:
+    (prompt,) = random_prompts(59)
+    staged, larger = Sees(), Sees()
+    plans = [
+        Plan.uniform(staged, budget=10, buffer=4, prefill_buffer=20),
+        Plan.uniform(larger, budget=10, buffer=20),
+    ]
+    for plan in plans:
+        Engine(llama(), plan=plan, chunk=chunk).generate(requests([prompt], 2)).results()
+    assert len(larger.seen) == 2  # after 30 and 50 tokens: 9 rows behind the budget are left
+    assert len(staged.seen) == 3
+    assert [len(one) for one in staged.seen] == [len(one) for one in larger.seen] + [10]
+    for ours, theirs in zip(staged.seen, larger.seen, strict=False):
+        for mine, yours in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, yours)
+    assert staged.seen[-1][2].shape[2] == 19
+
+
+def test_a_prefill_buffer_like_the_buffer_is_the_plan_without_it() -> None:
+    plans = [
+        Plan.uniform("h2o", budget=12, buffer=8, prefill_buffer=given).resolve(2)
+        for given in (None, 8)
+    ]
+    assert plans[0] == plans[1]
+    assert plans[0].digest() == plans[1].digest()
+
+
+# Batches, turns, snapshots, prefixes
+
+
+PLANS = {
+    "streaming": Plan.uniform("streaming", budget=12, buffer=4, prefill_buffer=18),
+    "rkv": Plan.uniform("rkv", budget=12, buffer=4, prefill_buffer=13),
+    "mixed": Plan(
+        layers=[
+            LayerGroup([0], ["h2o"], 14, 3, prefill_buffer=30),
+            LayerGroup([1], ["tova"], 10, 6),
+        ]
+    ),
+    "beside full": Plan(
+        layers=[
+            LayerGroup([0], ["full"]),
+            LayerGroup([1], ["keydiff", "merge"], 10, 6, prefill_buffer=11),
+        ]
+    ),
+}
+LENGTHS = (3, 41, 70, 25, 17, 55, 16)
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_batch_equals_each_prompt_alone_also_when_prompts_wait_for_a_lane(
+    name: str, lanes: int
+) -> None:
+    asked, plan = requests(random_prompts(*LENGTHS)), PLANS[name]
+    alone = Engine(llama(), plan=plan, slots=1)
+    engine = Engine(llama(), plan=plan, slots=4, chunk=9, max_tokens_per_forward=30 * lanes)
+    together = engine.generate(asked).results()
+    run = engine.open_run(max_len=90)  # prompts and decode steps take turns
+    numbers = [run.submit(one) for one in asked]
+    results: dict[int, Any] = {}
+    while len(results) < len(numbers):
+        results |= {one.id: one for one in run.step().results}
+    for number, request in zip(numbers, asked, strict=True):
+        (theirs,) = alone.generate([request]).results()
+        assert_same(together[number], theirs)
+        assert_same(results[number], theirs)
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_a_prefix_store_changes_nothing(name: str) -> None:
+    first, *others = random_prompts(60, 9, 20)
+    asked = requests([first, [*first[:44], *others[0]], [*first[:29], *others[1]], first])
+    plain = Engine(llama(), plan=PLANS[name], slots=2).generate(asked).results()
+    store = PrefixStore(2**24, block_tokens=4)
+    engine = Engine(llama(), plan=PLANS[name], slots=2, prefix_store=store)
+    for _ in range(2):
+        for ours, theirs in zip(engine.generate(asked).results(), plain, strict=True):
+            assert_same(ours, theirs)
+    assert store.stats.reused_tokens > 100
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
+def test_a_prompt_goes_on_from_a_snapshot_in_its_middle(num_steps: int) -> None:
+    request, plan = requests(random_prompts(57))[0], PLANS["rkv"]
+    engine = Engine(llama(), plan=plan, slots=2, chunk=10)
+    (whole,) = engine.generate([request]).results()
+    run = engine.open_run(max_len=90)
+    number = run.submit(request)
+    for _ in range(num_steps):
+        run.step()
+    snapshot = run.snapshot(number)
+    assert snapshot.seq_len < len(request.prompt)
+    beside = run.submit(attrs.evolve(request, prompt=(), resume=snapshot))
+    results: dict[int, Any] = {}
+    while len(results) < 2:
+        results |= {one.id: one for one in run.step().results}
+    assert_same(results[number], whole)
+    resumed = attrs.asdict(results[beside], recurse=False)
+    assert (resumed["tokens"], resumed["error"]) == (whole.tokens, None)
+    contents = [results[beside].snapshot.contents.layers, whole.snapshot.contents.layers]
+    for ours, theirs in zip(*contents, strict=True):
+        assert torch.equal(ours.positions, theirs.positions)
+
+
+def test_what_ends_in_the_middle_of_its_prompt_makes_room_for_others() -> None:
+    first, second = requests(random_prompts(60, 61))
+    engine = Engine(llama(), plan=PLANS["streaming"], slots=2, chunk=9, max_tokens_per_forward=9)
+    (whole,) = engine.generate([second]).results()
+    run = engine.open_run(max_len=90)
+    numbers = [run.submit(first), run.submit(second)]
+    for _ in range(3):
+        run.step()
+    run.cancel(numbers[0])
+    results: dict[int, Any] = {}
+    while len(results) < 2:
+        results |= {one.id: one for one in run.step().results}
+    assert results[numbers[0]].finish_reason == "cancelled"
+    assert_same(results[numbers[1]], whole)
+
+
+@attrs.define(eq=False)
+class Fails:
+    """Fails once a prompt is longer than it likes."""
+
+    @hookimpl
+    def score(self, positions: Tensor, seq_len: Tensor) -> Tensor:
+        if seq_len.max() > 60:
+            msg = "too long"
+            raise ValueError(msg)
+        return positions.double()
+
+
+def test_a_policy_that_fails_ends_its_own_sequence_only() -> None:
+    asked = requests(random_prompts(70, 40, 71, 33))
+    plan = Plan.uniform(Fails(), budget=12, buffer=4, prefill_buffer=18)
+    engine = Engine(llama(), plan=plan, slots=2, on_hook_error="answer", max_tokens_per_forward=36)
+    results = engine.generate(asked).results()
+    assert [one.finish_reason for one in results] == ["error", "length", "error", "length"]
+
+
+# Memory
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_the_allocator_counts_what_the_cache_reports(num_prompts: int) -> None:
+    shape = LayerShape(8, 4, 32, torch.float32, torch.device("cpu"))
+    slab = Slab(40, tracks=("attn_sums",), staging=Staging(300, num_prompts))
+    caches: list[KVCache] = []
+    peak = peak_allocated(lambda: caches.append(KVCache([shape] * 4, [slab] * 4, 8)))
+    assert peak == pytest.approx(caches[0].num_bytes, rel=0.02)
+    rows = 8 * 40 + num_prompts * 300
+    assert caches[0].num_bytes == 4 * rows * 4 * (2 * 32 * 4 + 8 + 4)
+
+
+@pytest.mark.parametrize(("max_tokens", "num_staged"), [(8192, 4), (200, 2), (64, 1), (10, 1)])
+def test_memory_is_slots_and_one_staging_area_known_beforehand(
+    max_tokens: int, num_staged: int
+) -> None:
+    model = shared_model("llama")
+    plan = Plan.uniform("h2o", budget=24, buffer=8, prefill_buffer=100)
+    plain = Plan.uniform("h2o", budget=24, buffer=8)
+    limits = {"longest": 200, "max_tokens_per_forward": max_tokens}
+    found = footprint(plan, model, slots=4, **limits)
+    without = footprint(plain, model, slots=4, **limits)
+    assert found.bytes_per_slot == without.bytes_per_slot
+    per_row = found.layers[0].kv_bytes_per_row + found.layers[0].other_bytes_per_row
+    assert found.staging_bytes == num_staged * 92 * per_row * len(found.layers)
+    assert found.num_bytes == without.num_bytes + found.staging_bytes
+    engine = Engine(model, plan=plan, slots=4, max_tokens_per_forward=max_tokens)
+    run = engine.generate(requests(random_prompts(*[150] * 6), 50))
+    run.results()
+    assert run.cache.num_bytes == found.num_bytes
+    assert run.report.peak_kv_bytes <= found.num_bytes + found.copied_bytes
+
+
+def test_copies_are_bounded_by_lanes_however_many_prompts_and_layers_there_are() -> None:
+    model = shared_model("llama", num_layers=8)
+    plan = Plan.uniform("streaming", budget=24, buffer=8, prefill_buffer=100)
+    found = footprint(plan, model, slots=8, longest=160, max_tokens_per_forward=100)
+    engine = Engine(model, plan=plan, slots=8, chunk=10, max_tokens_per_forward=100)
+    run = engine.generate(requests(random_prompts(150, *[20] * 7, 150, 20), 10))
+    run.results()
+    assert found.num_staged == 1
+    assert run.cache.transient_bytes <= found.copied_bytes
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 9])
+def test_the_slots_of_a_memory_are_as_many_as_fit_beside_the_staging_area(num_slots: int) -> None:
+    model = shared_model("llama")
+    plan = Plan.uniform("h2o", budget=24, buffer=8, prefill_buffer=100)
+    limits = {"longest": 200, "max_tokens_per_forward": 200}
+    needed = footprint(plan, model, slots=num_slots, **limits).needed_bytes
+    assert slots_within(needed, plan, model, **limits) == num_slots
+    if num_slots > 1:
+        assert slots_within(needed - 1, plan, model, **limits) == num_slots - 1
+
+
+def test_forwards_and_compactions_of_staged_rows_report_their_copies() -> None:
+    shape = LayerShape(8, 4, 32, torch.float32, torch.device("cpu"))
+    cache = KVCache([shape], [Slab(40, staging=Staging(280, 2))], 4)
+    cache.num_prompt[:2] = 400
+
+    def forward() -> None:
+        new = torch.zeros(2, 2, shape.num_kv_heads, 300, shape.head_dim)
+        step = StepLayout(cache, [0, 1], [300, 300])
+        step.store(0, *new)
+        step.commit()
+
+    peak = peak_allocated(forward)
+    assert cache.transient_bytes == 2 * 300 * shape.row_bytes
+    assert cache.transient_bytes <= peak <= 3 * cache.transient_bytes  # with the new rows
+    cache.counts.transient_bytes = 0
+    keep = torch.arange(200, 230).expand(2, shape.num_kv_heads, -1)
+    peak = peak_allocated(lambda: LayerRows(cache, 0, [0, 1]).keep(keep))
+    assert cache.transient_bytes <= peak <= 1.5 * cache.transient_bytes
+    assert cache.layers[0].positions[0, 0, :31].tolist() == [*range(200, 230), -1]
+
+
+# What it does not serve
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"heads": "shared"},
+        {"prompt": "keep"},
+        {"padding": "stored"},
+        {"prefill_buffer": 3},
+    ],
+    ids=str,
+)
+def test_what_it_does_not_serve_is_refused_by_name(changes: dict[str, Any]) -> None:
+    options = {"budget": 16, "buffer": 4, "prefill_buffer": 32} | changes
+    with pytest.raises(PlanError, match="prefill_buffer"):
+        Plan.uniform("h2o", **options).resolve(2)
+
+
+def test_a_layer_with_a_sliding_window_is_refused_and_may_be_left_out() -> None:
+    model = family_model("gemma2")
+    windows = [i for i, kind in enumerate(model.config.layer_types) if kind.startswith("sliding")]
+    plan = Plan.uniform("streaming", budget=8, buffer=4, prefill_buffer=16)
+    with pytest.raises(PlanError, match=f"layer {windows[0]} a prefill_buffer"):
+        Engine(model, plan=plan)
+    others = [i for i in range(model.config.num_hidden_layers) if i not in windows]
+    stack = plan.stack
+    groups = [LayerGroup(windows, stack, prefill_buffer=4), LayerGroup(others, stack)]
+    split = attrs.evolve(plan, layers=groups)
+    asked = requests(random_prompts(40, 23))
+    together = Engine(model, plan=split, slots=2).generate(asked).results()
+    for request, ours in zip(asked, together, strict=True):
+        (theirs,) = Engine(model, plan=split, slots=1).generate([request]).results()
+        assert ours.tokens == theirs.tokens
+
+
+def test_a_policy_cache_refuses_it() -> None:
+    plan = Plan.uniform("streaming", budget=8, buffer=4, prefill_buffer=16)
+    with pytest.raises(KVPolicyError, match="prefill_buffer"):
+        PolicyCache(shared_model("llama"), plan)
