@@ -10,8 +10,8 @@ from texts import Rows, Text
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, PolicyCache, Request, Sampling, hookimpl
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.engine import Run
 from kvpolicy.engine.sampler import forced
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.eager_step import EagerStep
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.layouts.base import LayerCache, OpenRows
 from kvpolicy.cache.layouts.tokens import NewTokens
-from kvpolicy.cache.slab import KVCache
 from kvpolicy.devices import upload
 
 
@@ -108,7 +108,7 @@ class OpenBeside(OpenRows):
         """Rows beside the slabs have no tracks."""
 
 
-class StepBeside(StepLayout):
+class StepBeside(EagerStep):
     """A forward of tokens that might follow, equally many in each slot, of which no trace is left.
 
     Their rows are beside the slabs, together with those of such forwards before; its commit makes

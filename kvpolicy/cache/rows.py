@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.attention.softmax import observed_weights
-from kvpolicy.cache.slab import KVCache
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.devices import upload
 from kvpolicy.errors import ModelError
 

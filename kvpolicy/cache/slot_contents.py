@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from kvpolicy.cache.contents import LayerContents, SlotContents
-from kvpolicy.cache.slab import KVCache
+from kvpolicy.cache.kv_cache import KVCache
 
 __all__ = ["LayerContents", "SlotContents", "copy_slot", "fill_slot"]
 

@@ -2,7 +2,7 @@
 
 import attrs
 
-from kvpolicy.cache.slab import KVCache
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.engine.evictor import Evictor
 from kvpolicy.engine.extensions.base import Extensions
 from kvpolicy.engine.runner import Runner

@@ -11,7 +11,7 @@ import attrs
 import torch
 from transformers import PreTrainedModel
 
-from kvpolicy.cache.slab import KVCache
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.engine.arrival import Arrivals
 from kvpolicy.engine.bound_plan import DEFAULT_CHUNK, DEFAULT_MAX_TOKENS, BoundPlan, check_sizes
 from kvpolicy.engine.compose import bind_prefixes, core_of, snapshots_of

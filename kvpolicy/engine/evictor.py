@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.compaction import Compaction, DueSlot
 from kvpolicy.engine.eviction.choice import final_scores
 from kvpolicy.engine.extensions.base import Extensions

@@ -9,8 +9,8 @@ from collections import abc
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.slab import KVCache
+from kvpolicy.cache.eager_step import EagerStep
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.step import Drawn, Output, Step
@@ -105,7 +105,7 @@ class Runner:
         static.count(num_new, [seq.tokens[-1] for seq in step.sequences], goes_on)
 
     def _run_eagerly(self, step: Step) -> Output:
-        layout = StepLayout(self._cache, step.slots, step.lengths, step.totals)
+        layout = EagerStep(self._cache, step.slots, step.lengths, step.totals)
         token_ids = torch.zeros(len(step.tokens), layout.width, dtype=torch.int64)
         for row, tokens in zip(token_ids, step.tokens, strict=True):
             row[layout.width - len(tokens) :] = torch.tensor(tokens)

@@ -69,7 +69,7 @@ class Scheduler:
         """
         self._end_requests()
         self._group = []
-        if not (self.takes_turns and self._was_prompt and self.ready):
+        if not (self.takes_turns and self._was_prompt and self.decodable):
             self._group = self._next_group()
             for one in self._core.extensions if self._group else ():
                 one.advance(self._chunks.unfinished(self._group))
@@ -82,7 +82,7 @@ class Scheduler:
         step = None
         if self._group:
             step = self._chunks.step(self._group)
-        elif self.ready:
+        elif self.decodable:
             step = self._decode_step()
         self._changed = [] if step is None else [*step.sequences]
         return step
@@ -98,7 +98,7 @@ class Scheduler:
         return ended
 
     @property
-    def ready(self) -> list[Sequence]:
+    def decodable(self) -> list[Sequence]:
         """The sequences whose prompts are in: they have a token that a decode step can bring in."""
         return [seq for seq in _going_on(self.slots.active) if seq.tokens]
 
@@ -178,7 +178,7 @@ class Scheduler:
 
     def _decode_step(self) -> Step:
         """The newest token of every sequence whose prompt is in."""
-        sequences = self.slots.pack(self.ready)
+        sequences = self.slots.pack(self.decodable)
         step = decode_step(sequences)
         step.is_static = self._core.runner.is_static
         if step.is_static:
@@ -240,12 +240,12 @@ class Chunks:
         """
         slots = [seq.slot for seq in sequences]
         free = self._cache.num_free_rows(slots).tolist()
-        most = min(self._most, self._extensions.most_in_all(sequences))
+        most = min(self._most, self._extensions.forward_limit(sequences))
         lengths: list[int] = []
         width = 0  # of the forward: shorter chunks are padded
         for seq, num_free in zip(sequences, free, strict=True):
             num_left = self._num_left(seq)
-            length = min(num_left, num_free, self._chunk, most, self._extensions.most(seq))
+            length = min(num_left, num_free, self._chunk, most, self._extensions.chunk_limit(seq))
             width, longer = max(width, length), [*lengths, length]
             if width * len(longer) > most:
                 break

@@ -2,7 +2,7 @@
 
 from collections import abc
 
-from kvpolicy.cache.slab import KVCache
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.engine.requests.sequence import Sequence
 
 

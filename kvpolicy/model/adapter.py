@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from kvpolicy.attention.softmax import Softmax
-from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.slab import KVCache, LayerShape, Rotate, Slab
+from kvpolicy.cache.eager_step import EagerStep
+from kvpolicy.cache.kv_cache import KVCache, LayerShape, Rotate, Slab
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.compat import cache_argument, layer_configs
 from kvpolicy.errors import KVPolicyError, ModelError, error_summary
@@ -295,7 +295,7 @@ class ModelAdapter:
             given.logits = output.logits
         return output.logits[:, -1], given.states
 
-    def _run_eagerly(self, twin: PreTrainedModel, step: StepLayout, given: ForwardInput) -> Any:
+    def _run_eagerly(self, twin: PreTrainedModel, step: EagerStep, given: ForwardInput) -> Any:
         """What the model gives for the new tokens of a step, whose rows it has stored."""
         with torch.inference_mode(), under_way(given):
             output = self._called(twin)(
@@ -379,7 +379,7 @@ class ModelAdapter:
         shapes = self.layer_shapes()
         cache = KVCache(shapes, [Slab(1)] * len(shapes), 1)
         cache.seq_len[0] = position
-        tokens, step = torch.tensor([[self._any_token]]), StepLayout(cache, [0], [1])
+        tokens, step = torch.tensor([[self._any_token]]), EagerStep(cache, [0], [1])
         self.forward(ForwardInput(tokens, step, annotating=annotating))
         step.commit()
         return cache
@@ -395,12 +395,12 @@ class ModelAdapter:
         shapes, token = self.layer_shapes(), self._any_token
         cache = KVCache(shapes, [Slab(_CHECKED_TOKENS)] * len(shapes), 2)
         prompts = torch.tensor([[token] * 3, [0, 0, token]])
-        chunk = StepLayout(cache, [0, 1], [3, 1])
+        chunk = EagerStep(cache, [0, 1], [3, 1])
         prefill = ForwardInput(prompts, chunk, wants_logits=True)
         self.forward(prefill)
         assert prefill.logits is not None
         chunk.commit()
-        step: StaticStep | StepLayout = StepLayout(cache, [0, 1], [1, 1])
+        step: StaticStep | EagerStep = EagerStep(cache, [0, 1], [1, 1])
         if static:
             step = StaticStep(cache)
             step.begin([token] * 2, [])
@@ -443,7 +443,7 @@ def _receive_states(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 class StepCache(Cache):
     """The cache of one forward: stores new rows in the slabs."""
 
-    def __init__(self, step: StepLayout, given: ForwardInput) -> None:
+    def __init__(self, step: EagerStep, given: ForwardInput) -> None:
         super().__init__(layers=[])
         self._step, self._given = step, given
 

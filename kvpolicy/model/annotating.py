@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.eager_step import EagerStep
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
 from kvpolicy.model.forward_input import Annotating, ForwardInput, forward_under_way
@@ -34,7 +34,7 @@ def annotate_stored_rows(given: ForwardInput, layer_idx: int, keys: Tensor, valu
     if states is None or given.annotating is None:
         return
     step = given.step
-    assert isinstance(step, StepLayout)
+    assert isinstance(step, EagerStep)
     arguments = step.new_rows(layer_idx, states, keys, values)
     step.annotate(layer_idx, given.annotating.ask(layer_idx, *arguments))
 

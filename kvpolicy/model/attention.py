@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kvpolicy.attention import eager
 from kvpolicy.attention.base import window_factor
 from kvpolicy.attention.softmax import PLAIN, Softmax
-from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.eager_step import EagerStep
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
 from kvpolicy.model.annotating import annotate_static_rows
@@ -22,7 +22,7 @@ from kvpolicy.model.forward_input import ForwardInput
 
 
 def attend(
-    step: StepLayout,
+    step: EagerStep,
     layer_idx: int,
     queries: Tensor,
     keys: Tensor,
@@ -36,7 +36,7 @@ def attend(
         step: The layout of the forward; it has stored the new rows of this layer already.
         layer_idx: Decoder layer, counted from 0.
         queries: Queries after RoPE, ``[B, H_q, L, D]``.
-        keys: What `StepLayout.store` returned for this layer, ``[B, H_kv, T, D]``.
+        keys: What `EagerStep.store` returned for this layer, ``[B, H_kv, T, D]``.
         values: Values of the same rows.
         scaling: Factor on the logits.
         softmax: The layer's softmax.

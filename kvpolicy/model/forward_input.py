@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import attrs
 from torch import Tensor
 
-from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.eager_step import EagerStep
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.model.static_forward import StaticForward, static_forward
 
@@ -57,7 +57,7 @@ class ForwardInput:
     """
 
     token_ids: Tensor
-    step: StepLayout | StaticStep
+    step: EagerStep | StaticStep
     steer: Steer | None = None
     wants_states: bool = False
     run: StaticForward = static_forward

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.eager_step import EagerStep
 from kvpolicy.errors import ModelError
 from kvpolicy.model.forward_input import forward_under_way
 
@@ -99,7 +99,7 @@ def _rotate_by_sequence(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines, ``[B, L, R]`` each."""
     step = forward_under_way().step  # models pass their rotary embedding no other arguments
-    assert isinstance(step, StepLayout), "steps of models that rotate by length are eager"
+    assert isinstance(step, EagerStep), "steps of models that rotate by length are eager"
     parts = [
         _rotate_alone(rotary, length, states, position_ids[row : row + 1], *args, **kwargs)
         for row, length in enumerate(step.totals.tolist())

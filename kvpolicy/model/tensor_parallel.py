@@ -20,8 +20,8 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import KVCache
 from kvpolicy.errors import ModelError
 from kvpolicy.extras import install_extra
 

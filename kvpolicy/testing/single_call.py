@@ -11,9 +11,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.eager_step import EagerStep
+from kvpolicy.cache.kv_cache import KVCache, LayerShape
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import KVCache, LayerShape
 from kvpolicy.engine.compaction import DueSlot
 from kvpolicy.engine.eviction.select_rows import CacheView, select_rows
 from kvpolicy.engine.evictor import Evictor
@@ -216,7 +216,7 @@ class _Layer:
 
     def feed(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> None:
         """Store tokens, and let their queries, if any, attend."""
-        step = StepLayout(self.cache, range(keys.shape[0]), [keys.shape[2]] * keys.shape[0])
+        step = EagerStep(self.cache, range(keys.shape[0]), [keys.shape[2]] * keys.shape[0])
         all_keys, all_values = step.store(_LAYER, keys, values)
         if self.stack.is_annotated:
             self._annotate(step, keys, values)
@@ -224,7 +224,7 @@ class _Layer:
             attend(step, _LAYER, queries, all_keys, all_values, keys.shape[-1] ** -0.5)
         step.commit()
 
-    def _annotate(self, step: StepLayout, keys: Tensor, values: Tensor) -> None:
+    def _annotate(self, step: EagerStep, keys: Tensor, values: Tensor) -> None:
         """Annotate new rows."""
         num_seen, num_new = int(self.cache.seq_len[0]), keys.shape[2]
         if self.states is None:

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.slab import KVCache
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import Result

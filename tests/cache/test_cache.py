@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from reference import SlabModel
 
-from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.eager_step import EagerStep
+from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 
 NUM_SLOTS = 3
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 2
@@ -57,7 +57,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         free_rows = free_rows[: data.draw(st.integers(1, len(free_rows)), label="slots")]
         lengths = [data.draw(st.integers(1, most), label="tokens") for most in free_rows]
-        step = StepLayout(self.cache, range(first, first + len(lengths)), lengths)
+        step = EagerStep(self.cache, range(first, first + len(lengths)), lengths)
         tokens = self._number_tokens(lengths)
         for layer_idx, slab in enumerate(SLABS):
             content = torch.full((len(lengths), KV_HEADS, step.width, HEAD_DIM), torch.nan)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 
 HEADS, ROWS, SLOTS = 2, 40, 3
 

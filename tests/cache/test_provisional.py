@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.eager_step import EagerStep
+from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.cache.slot_contents import copy_slot
 
 SHAPE = LayerShape(2, 2, 4, torch.float32, torch.device("cpu"))
@@ -26,9 +26,9 @@ LAYERS = {
 SLOTS = [0, 2]
 
 
-def forward(cache: KVCache, lengths: list[int]) -> StepLayout:
+def forward(cache: KVCache, lengths: list[int]) -> EagerStep:
     """All that a forward does before its commit."""
-    step = StepLayout(cache, SLOTS, lengths)
+    step = EagerStep(cache, SLOTS, lengths)
     for layer_idx in range(len(cache.layers)):
         new = torch.randn(2, 2, step.width, 4)
         keys, _ = step.store(layer_idx, new, -new)
@@ -63,7 +63,7 @@ def test_an_uncommitted_forward_has_changed_nothing(kind: str, lengths: list[int
         forward(cache, [1, 5]).commit()
     while 40 > cache.num_free_rows(SLOTS).min() > max(lengths):
         forward(cache, [1, 1]).commit()
-    for ended in (lambda step: None, StepLayout.discard):
+    for ended in (lambda step: None, EagerStep.discard):
         _leaves_no_trace(cache, lengths, ended)
     before = cache.seq_len.copy()
     forward(cache, lengths).commit()
@@ -71,25 +71,25 @@ def test_an_uncommitted_forward_has_changed_nothing(kind: str, lengths: list[int
 
 
 def _leaves_no_trace(
-    cache: KVCache, lengths: list[int], ended: Callable[[StepLayout], None]
+    cache: KVCache, lengths: list[int], ended: Callable[[EagerStep], None]
 ) -> None:
     before, seen = tensors(cache), seen_by_hooks(cache)
     ended(forward(cache, lengths))
     assert all(map(torch.equal, seen, seen_by_hooks(cache)))
-    if ended is StepLayout.discard:
+    if ended is EagerStep.discard:
         assert all(map(torch.equal, before, tensors(cache)))
     else:
         # In free rows there is something now; a commit writes over it.
-        StepLayout.discard(forward(cache, lengths))
+        EagerStep.discard(forward(cache, lengths))
 
 
 def test_discarded_rows_with_nan_do_not_reach_a_neighbour() -> None:
     cache = KVCache([SHAPE], [Slab(8)], 3)
-    step = StepLayout(cache, [0, 2], [3, 6])
+    step = EagerStep(cache, [0, 2], [3, 6])
     step.store(0, torch.randn(2, 2, 6, 4), torch.randn(2, 2, 6, 4))
     step.commit()
-    failed = StepLayout(cache, [0], [2])
+    failed = EagerStep(cache, [0], [2])
     failed.store(0, *(torch.full((1, 2, 2, 4), torch.nan) for _ in range(2)))
     failed.discard()
-    keys, _ = StepLayout(cache, [0, 2], [1, 1]).store(0, *torch.randn(2, 2, 2, 1, 4))
+    keys, _ = EagerStep(cache, [0, 2], [1, 1]).store(0, *torch.randn(2, 2, 2, 1, 4))
     assert keys.isfinite().all()

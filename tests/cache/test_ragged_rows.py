@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from strategies import seeds
 from torch import Tensor
 
-from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.eager_step import EagerStep
+from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 
 BUDGET, BUFFER, DIM, NUM_LAYERS = 4, 3, 2, 2
 CAPACITY = BUDGET + BUFFER
@@ -49,7 +49,7 @@ class Sequences:
 
     def store(self, slots: list[int], lengths: list[int]) -> None:
         """Store new tokens as a prefill does; checks the rows that attention gets."""
-        step = StepLayout(self.cache, slots, lengths)
+        step = EagerStep(self.cache, slots, lengths)
         for layer in range(NUM_LAYERS):
             new = torch.full((len(slots), self.heads, step.width, DIM), float("nan"))
             for b, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
@@ -303,7 +303,7 @@ def test_replaced_keys_go_where_their_rows_are(seed: int, by_mask: bool) -> None
 def test_weights_of_rows_that_a_head_has_not_are_zero() -> None:
     shape = LayerShape(4, 2, DIM, torch.float32, torch.device("cpu"))
     cache = KVCache([shape], [Slab(CAPACITY, window_size=2, ragged=True)], 1)
-    step = StepLayout(cache, [0], [CAPACITY])
+    step = EagerStep(cache, [0], [CAPACITY])
     new = torch.randn(1, 2, CAPACITY, DIM, generator=torch.Generator().manual_seed(0))
     step.store(0, new, new)
     step.layers[0].remember(new.repeat_interleave(2, dim=1))

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import seeds
 
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rings import LAST_STATES, StateRing
 from kvpolicy.cache.shape import LayerShape, Slab
-from kvpolicy.cache.slab import KVCache
 from kvpolicy.cache.static_step import Continuation, StaticStep
 from kvpolicy.engine.requests.request import Sampling
 

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request
 from kvpolicy.cache.contents import Contents
-from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.layouts.base import PLENTY, Counts, Layer, Layout, RowLayout
+from kvpolicy.cache.counts import Counts
+from kvpolicy.cache.eager_step import EagerStep
+from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.layouts.base import PLENTY, Layer, Layout, RowLayout
 from kvpolicy.cache.layouts.compose import layouts_of
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.shape import LayerShape, Slab
-from kvpolicy.cache.slab import KVCache
 from kvpolicy.cache.slot_contents import copy_slot, fill_slot
 from kvpolicy.cache.stack import Stack
 from kvpolicy.cache.static_step import StaticStep
@@ -196,7 +197,7 @@ def cache() -> KVCache:
     """Four layers, every second with a state; three slots, of which the last is empty."""
     shape = LayerShape(2, 2, 4, torch.float32, torch.device("cpu"))
     cache = KVCache([shape] * 4, [Slab(6)] * 4, 3, compose)
-    step = StepLayout(cache, [0, 1], [4, 6])
+    step = EagerStep(cache, [0, 1], [4, 6])
     for layer_idx in (0, 2):
         new = torch.randn(2, 2, 6, 4)
         step.store(layer_idx, new, new)
@@ -248,7 +249,7 @@ def test_a_layout_that_no_layer_needs_is_not_imported() -> None:
     """In a process of its own: each plan brings in its own layout, and no other."""
     code = """
 import sys, torch
-from kvpolicy.cache.slab import KVCache, LayerShape, Slab
+from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
 def names():
     found = [name.rpartition(".")[2] for name in sys.modules if ".cache.layouts." in name]
     return sorted({"ragged", "window", "prompt_kept"} & set(found))

@@ -15,7 +15,7 @@ from tiny import greedy_tokens
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request, hookimpl
-from kvpolicy.cache.slab import KVCache
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.engine.evictor import Evictor
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 

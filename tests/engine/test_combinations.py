@@ -160,7 +160,7 @@ class Combinations(RuleBasedStateMachine):
         for number, (prompt, num_new) in enumerate(first):
             self.submit(prompt, num_new, Sampling(), number == 1)
         self.step(num_steps)
-        for number in [seq.id for seq in self.run.scheduler.ready][:1]:
+        for number in [seq.id for seq in self.run.scheduler.decodable][:1]:
             self._resume_a_copy(number)
 
     @rule(prompt=prompts, num_new=lengths, sampling=samplings, is_marked=st.booleans())
@@ -184,12 +184,12 @@ class Combinations(RuleBasedStateMachine):
         self.run.cancel(number)
         self.cancelled.add(number)
 
-    @precondition(lambda self: self.run.scheduler.ready)
+    @precondition(lambda self: self.run.scheduler.decodable)
     @rule(data=st.data())
     def resume_a_copy(self, data: st.DataObject) -> None:
         """A copy of a sequence goes on beside it."""
         self._resume_a_copy(
-            data.draw(st.sampled_from([seq.id for seq in self.run.scheduler.ready]))
+            data.draw(st.sampled_from([seq.id for seq in self.run.scheduler.decodable]))
         )
 
     def _resume_a_copy(self, number: int) -> None:

@@ -26,8 +26,8 @@ from kvpolicy import (
     hookimpl,
     observed_weights,
 )
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import Tracks
-from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.evictor import Evictor
 from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.engine.requests.results import Result

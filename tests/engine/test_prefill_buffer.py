@@ -26,10 +26,10 @@ from kvpolicy import (
     Request,
     hookimpl,
 )
-from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.eager_step import EagerStep
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows, Tracks
 from kvpolicy.cache.shape import LayerShape, Slab, Staging
-from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.memory.footprint import footprint, slots_within
 from kvpolicy.errors import PlanError
 from kvpolicy.plan.spec import LayerGroup
@@ -358,7 +358,7 @@ def test_forwards_and_compactions_of_staged_rows_report_their_copies() -> None:
 
     def forward() -> None:
         new = torch.zeros(2, 2, shape.num_kv_heads, 300, shape.head_dim)
-        step = StepLayout(cache, [0, 1], [300, 300])
+        step = EagerStep(cache, [0, 1], [300, 300])
         step.store(0, *new)
         step.commit()
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from kvpolicy.attention import eager
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.softmax import PLAIN, Softmax
-from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.slab import KVCache, LayerShape, Slab
+from kvpolicy.cache.eager_step import EagerStep
+from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
 from kvpolicy.model import attention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -45,7 +45,7 @@ def attended(
         tensor.normal_(generator=rng)
     tracks = {name: track.clone().double() for name, track in layer.tracks.items()}
     cache.rows[:] = cache.seq_len[:] = np.array(before)
-    step = StepLayout(cache, list(range(len(before))), lengths)
+    step = EagerStep(cache, list(range(len(before))), lengths)
     queries, keys, values = (
         torch.randn(len(before), heads, max(lengths), HEAD_DIM, generator=rng)
         for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
@@ -124,7 +124,7 @@ def test_memory_does_not_grow_with_the_queries(
     def beyond_the_output(length: int) -> int:
         cache = KVCache([shape], [Slab(1024, tracks=("attn_sums",))], 2)
         cache.rows[:] = cache.seq_len[:] = 1024 - length
-        step = StepLayout(cache, [0, 1], [length] * 2)
+        step = EagerStep(cache, [0, 1], [length] * 2)
         new = torch.zeros(2, NUM_KV_HEADS, length, HEAD_DIM)
         queries = torch.zeros(2, NUM_HEADS, length, HEAD_DIM)
         rows = step.store(0, new, new)

@@ -9,8 +9,8 @@ from tiny import greedy_tokens, tiny_model
 from transformers import CONFIG_MAPPING
 
 from kvpolicy import Engine, Plan, PolicyCache
-from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.slab import KVCache, LayerShape, Slab
+from kvpolicy.cache.eager_step import EagerStep
+from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
 from kvpolicy.compat import cache_argument
 from kvpolicy.errors import ModelError
 from kvpolicy.model.attention import attention_function
@@ -186,7 +186,7 @@ def test_unsupported_configuration_raises(changes: dict[str, Any], message: str)
 def test_window_missing_in_the_configuration_raises() -> None:
     model = tiny_model()
     shape = LayerShape(4, 2, 8, model.dtype, model.device)
-    step = StepLayout(KVCache([shape], [Slab(4)], 1), [0], [1])
+    step = EagerStep(KVCache([shape], [Slab(4)], 1), [0], [1])
     keys, attention = model.lm_head.weight.new_zeros(1, 2, 1, 8), model.model.layers[0].self_attn
     keys, values = step.store(0, keys, keys)
     queries = keys.repeat(1, 2, 1, 1)

@@ -18,8 +18,8 @@ from tiny import shared_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, load_policy
+from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 from kvpolicy.state import Memory, SequenceMemory
 from kvpolicy.testing import Trial
 

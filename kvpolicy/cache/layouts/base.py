@@ -17,59 +17,21 @@ from functools import partial
 from operator import setitem
 from typing import Any
 
-import attrs
 import numpy as np
-import torch
 from torch import Tensor
 
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.softmax import PLAIN
 from kvpolicy.cache.contents import Contents, LayerContents
+from kvpolicy.cache.counts import Counts
+from kvpolicy.cache.layouts.span import Columns, Entries, Span, read_rows
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.cache.stack import SlabStack, Stack, slot_index
 from kvpolicy.cache.store import RowStore
-from kvpolicy.devices import upload
 
 #: Tokens that a slot takes where nothing is ever due.
 PLENTY = sys.maxsize
-
-
-class Counts:
-    """What the host knows of the slots of a cache; attributes as in `KVCache`.
-
-    The arrays are changed in place, never replaced: a cache and its layouts share them.
-    """
-
-    def __init__(self, num_layers: int, num_slots: int) -> None:
-        # Memory that nothing touches yet: slabs for too many slots are refused before.
-        self.rows = np.zeros((num_layers, num_slots), dtype=np.int64)
-        self.prompt_rows = np.zeros((num_layers, num_slots), dtype=np.int64)
-        self.compacted_at = np.zeros((num_layers, num_slots), dtype=np.int64)
-        self.num_reserved = np.zeros((num_layers, num_slots), dtype=np.int64)
-        self.seq_len = np.zeros(num_slots, dtype=np.int64)
-        self.prompt_len = np.zeros(num_slots, dtype=np.int64)
-        self.num_prompt = np.zeros(num_slots, dtype=np.int64)
-        self.capacity = np.zeros(num_layers, dtype=np.int64)
-        self.transient_bytes = 0
-
-    @property
-    def per_slot(self) -> list[np.ndarray]:
-        """The numbers of each slot; the last axis is the slot."""
-        of_layers = [self.rows, self.prompt_rows, self.compacted_at, self.num_reserved]
-        return [*of_layers, self.seq_len, self.prompt_len, self.num_prompt]
-
-    def drop_first(
-        self, layer_idx: int, slots: Sequence[int] | np.ndarray, num: int | np.ndarray
-    ) -> None:
-        """Count the first rows of some slots of a layer, ``[B]``, as gone."""
-        self.rows[layer_idx, slots] -= num
-        prompt_rows = self.prompt_rows[layer_idx, slots] - num
-        self.prompt_rows[layer_idx, slots] = np.maximum(prompt_rows, 0)
-
-    def note_copy(self, num_bytes: int) -> None:
-        """Note the size of a temporary copy."""
-        self.transient_bytes = max(self.transient_bytes, num_bytes)
 
 
 class Layer:
@@ -303,10 +265,10 @@ class RowLayout(Layout):
     # Rows
 
     @abstractmethod
-    def all_rows(self, layer: "LayerCache", layers: Sequence[int], slots: Sequence[int]) -> "Span":
+    def all_rows(self, layer: "LayerCache", layers: Sequence[int], slots: Sequence[int]) -> Span:
         """The rows that some slots hold, each in a layer of one stack, equally many of each."""
 
-    def rows(self, layer: "LayerCache", layers: Sequence[int], slots: Sequence[int]) -> "Span":
+    def rows(self, layer: "LayerCache", layers: Sequence[int], slots: Sequence[int]) -> Span:
         """Those of `all_rows` that hooks see, and that a compaction chooses from."""
         return self.all_rows(layer, layers, slots)
 
@@ -351,11 +313,11 @@ class RowLayout(Layout):
         """Begin a forward."""
 
     @abstractmethod
-    def columns(self, layer: "LayerCache", slots: Sequence[int]) -> "Columns":
+    def columns(self, layer: "LayerCache", slots: Sequence[int]) -> Columns:
         """The rows of slots that may hold different numbers of them."""
 
     @abstractmethod
-    def place(self, layer: "LayerCache", slot: int, held: LayerContents) -> "Span":
+    def place(self, layer: "LayerCache", slot: int, held: LayerContents) -> Span:
         """Give an empty slot places for all rows of some contents."""
 
     def copy(self, layer: Layer, slot: int, newest: int | None, without: int) -> LayerContents:
@@ -459,7 +421,7 @@ class Around(RowLayout):
         """What the layout knows of the slots."""
         return self.inner.numbers
 
-    def all_rows(self, layer: "LayerCache", layers: Sequence[int], slots: Sequence[int]) -> "Span":
+    def all_rows(self, layer: "LayerCache", layers: Sequence[int], slots: Sequence[int]) -> Span:
         """The rows that some slots hold."""
         return self.inner.all_rows(layer, layers, slots)
 
@@ -481,11 +443,11 @@ class Around(RowLayout):
         """Begin a forward."""
         return self.inner.open(layer, tokens)
 
-    def columns(self, layer: "LayerCache", slots: Sequence[int]) -> "Columns":
+    def columns(self, layer: "LayerCache", slots: Sequence[int]) -> Columns:
         """The rows of slots that may hold different numbers of them."""
         return self.inner.columns(layer, slots)
 
-    def place(self, layer: "LayerCache", slot: int, held: LayerContents) -> "Span":
+    def place(self, layer: "LayerCache", slot: int, held: LayerContents) -> Span:
         """Places for all rows of some contents."""
         return self.inner.place(layer, slot, held)
 
@@ -538,7 +500,7 @@ class LayerCache(Layer):
         """What has a place for every row, as it is stored; the first axis is always the slot."""
         return [*self.store.tensors, self.positions, *self.tracks.values()]
 
-    def rows_of(self, slot: int) -> "Span":
+    def rows_of(self, slot: int) -> Span:
         """All rows that a slot holds, as one entry."""
         return self.layout.all_rows(self, [self.index], [slot])
 
@@ -549,133 +511,6 @@ class LayerCache(Layer):
         if span.absent is None:
             return list(rows)
         return [one[~absent] for one, absent in zip(rows, span.absent[0], strict=True)]
-
-
-class Entries:
-    """Slots, each in a layer, as entries of a batch.
-
-    Attributes:
-        places: Their places in the stack, ``[B]``.
-        index: The same as an index; a slice if they are in equal steps, so that it gives views.
-    """
-
-    def __init__(self, places: slice | list[int], device: torch.device) -> None:
-        self.index: slice | Tensor
-        if isinstance(places, slice):
-            self.index = places
-            self.places = torch.arange(places.start, places.stop, places.step, device=device)
-        else:
-            self.index = self.places = upload(np.array(places), device)
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """These entries of a tensor of the stack."""
-        if isinstance(self.index, slice):
-            return tensor[self.index]
-        return tensor.index_select(0, self.index)
-
-
-@attrs.frozen(eq=False)
-class Columns:
-    """The rows of slots, ``B`` of them that may hold different numbers, in ``T`` columns.
-
-    Attributes:
-        read: Gives the rows of a slab of the layer, ``[B, H_kv, T, ...]``.
-        present: Columns that have a row, bool ``[B, 1 or H_kv, T]``.
-    """
-
-    read: Callable[[Tensor], Tensor]
-    present: Tensor
-
-
-class Span(ABC):
-    """Where some rows of some entries lie, ``T`` of each: what a compaction reads and moves.
-
-    Attributes:
-        entries: The entries of the batch axis.
-        num_rows: ``T``; in columns, if heads hold different numbers of rows.
-    """
-
-    entries: Entries
-    num_rows: int
-
-    @property
-    def absent(self) -> Tensor | None:
-        """Columns that a head has no row for, bool ``[B, H_kv, T]``; ``None``: there are none."""
-        return None
-
-    @abstractmethod
-    def part(self, first: int, end: int) -> "Span":
-        """Those of these rows from one column up to another."""
-
-    @abstractmethod
-    def read(self, slab: Tensor) -> Tensor:
-        """These rows of a slab of the stack, ``[B, H_kv, T, ...]``; 0 where a row is absent."""
-
-    @abstractmethod
-    def write(self, slab: Tensor, rows: Tensor) -> None:
-        """Replace these rows of a slab of the stack."""
-
-    @abstractmethod
-    def keep(
-        self,
-        stack: SlabStack,
-        keep: Tensor,
-        keys: Tensor | None,
-        values: Tensor | None,
-        budget: int | None,
-    ) -> "Kept":
-        """Evict all rows but the chosen ones, in place.
-
-        Args:
-            stack: The slabs.
-            keep: Rows that stay, int64 ``[B, H_kv, K]``, rising, or bool ``[B, H_kv, T]``.
-            keys: Replaces their keys, in the columns of ``keep``; ``None``: they stay.
-            values: Replaces their values, likewise.
-            budget: Rows that may stay.
-        """
-
-    def observed(self, stack: SlabStack, weights_of: Callable[..., Tensor]) -> Tensor:
-        """Attention weights of these rows, ``[B, H_q, W, T]``.
-
-        Args:
-            stack: The slabs.
-            weights_of: Gives the weights of keys ``[B, H_kv, N, D]`` at positions
-                ``[B, H_kv, N]``, and takes ``present``, bool likewise: those that there are.
-        """
-        keys, _ = read_rows(self, stack)
-        return weights_of(keys, self.read(stack.positions))
-
-
-@attrs.frozen(eq=False)
-class Kept:
-    """What `Span.keep` has done.
-
-    Attributes:
-        num_rows: Rows that each entry holds now, as `Counts` counts them.
-        copied_bytes: The largest temporary copy.
-    """
-
-    num_rows: int
-    copied_bytes: int
-
-
-def taken(slab: Tensor, index: Tensor) -> Tensor:
-    """Rows of a slab by their places among those of all its entries and heads, a copy."""
-    # Copies a row at a time, several times as fast as `gather`, which copies numbers.
-    rows = slab.flatten(0, 2).index_select(0, index.flatten())
-    return rows.reshape(*index.shape, *slab.shape[3:])
-
-
-def read_rows(span: Span, stack: SlabStack) -> tuple[Tensor, Tensor]:
-    """Keys and values of a span, ``[B, H_kv, T, D]``."""
-    keys, values = (
-        stack.store.decode([span.read(one) for one in side])
-        for side in (stack.store.keys, stack.store.values)
-    )
-    return keys, values
 
 
 class OpenRows(ABC):

@@ -5,7 +5,8 @@ A layout that no layer needs is not imported.
 
 from collections.abc import Sequence
 
-from kvpolicy.cache.layouts.base import Counts, Layout, RowLayout
+from kvpolicy.cache.counts import Counts
+from kvpolicy.cache.layouts.base import Layout, RowLayout
 from kvpolicy.cache.layouts.even import Even
 from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.features import feature

@@ -10,17 +10,8 @@ from torch import Tensor
 from kvpolicy.attention.base import Compact
 from kvpolicy.attention.choose import backend_for
 from kvpolicy.cache.contents import LayerContents
-from kvpolicy.cache.layouts.base import (
-    Columns,
-    Entries,
-    Kept,
-    LayerCache,
-    OpenRows,
-    OpenSlabs,
-    RowLayout,
-    Span,
-    taken,
-)
+from kvpolicy.cache.layouts.base import LayerCache, OpenRows, OpenSlabs, RowLayout
+from kvpolicy.cache.layouts.span import Columns, Entries, Kept, Span, taken
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.stack import SlabStack, slot_index
 from kvpolicy.devices import upload

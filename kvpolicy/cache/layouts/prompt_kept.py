@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.layouts.base import Around, Entries, LayerCache, Span, taken
+from kvpolicy.cache.layouts.base import Around, LayerCache
 from kvpolicy.cache.layouts.even import EvenSpan
+from kvpolicy.cache.layouts.span import Entries, Span, taken
 from kvpolicy.cache.stack import SlabStack
 from kvpolicy.devices import upload
 

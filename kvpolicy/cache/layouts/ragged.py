@@ -15,25 +15,15 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.contents import LayerContents
-from kvpolicy.cache.layouts.base import (
-    Columns,
-    Counts,
-    Entries,
-    Kept,
-    LayerCache,
-    OpenRows,
-    OpenSlabs,
-    RowLayout,
-    Span,
-    read_rows,
-    taken,
-)
+from kvpolicy.cache.counts import Counts
+from kvpolicy.cache.layouts.base import LayerCache, OpenRows, OpenSlabs, RowLayout
 from kvpolicy.cache.layouts.segments import (
     even_bounds,
     packed_bounds,
     places_of,
     stretched,
 )
+from kvpolicy.cache.layouts.span import Columns, Entries, Kept, Span, read_rows, taken
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.cache.stack import SlabStack, slot_index

@@ -16,20 +16,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.contents import LayerContents
-from kvpolicy.cache.layouts.base import (
-    Around,
-    Columns,
-    Counts,
-    Entries,
-    Kept,
-    LayerCache,
-    Layout,
-    OpenRows,
-    RowLayout,
-    Span,
-    taken,
-)
+from kvpolicy.cache.counts import Counts
+from kvpolicy.cache.layouts.base import Around, LayerCache, Layout, OpenRows, RowLayout
 from kvpolicy.cache.layouts.even import EvenSpan, OpenEven
+from kvpolicy.cache.layouts.span import Columns, Entries, Kept, Span, taken
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.cache.stack import SlabStack, Stack, slot_index

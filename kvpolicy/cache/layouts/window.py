@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.layouts.base import PLENTY, Counts, LayerCache, OpenRows
+from kvpolicy.cache.counts import Counts
+from kvpolicy.cache.layouts.base import PLENTY, LayerCache, OpenRows
 from kvpolicy.cache.layouts.even import Even, OpenEven, where_rows_go
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.layouts.base import read_rows
+from kvpolicy.cache.layouts.span import read_rows
 from kvpolicy.cache.rings import StateRing
 from kvpolicy.engine.extensions.base import ANY, CoreParts, Extension
 from kvpolicy.engine.requests.isolation import ErrorScope
@@ -86,11 +86,11 @@ class Annotate(Extension):
         """Tokens whose rows are annotated."""
         return seq.num_annotated
 
-    def take(self, seq: Sequence) -> None:
+    def pending_states(self, seq: Sequence) -> None:
         """Annotate what is not annotated yet, so that no states wait."""
         self.flush(seq)
 
-    def put(self, seq: Sequence, states: Tensor | None) -> None:
+    def resumed(self, seq: Sequence, states: Tensor | None) -> None:
         """All rows of a sequence from elsewhere are annotated."""
         self._note_all([seq])
 

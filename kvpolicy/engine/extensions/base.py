@@ -1,13 +1,13 @@
 """The interface of an extension: methods that are called at fixed places of a step.
 
 In the order of their calls: `attach` once; `admit` for sequences with slots of their own;
-`advance` and `ready` before chunks of prompts are cut, `most` for each of them; `repeats` before
-decode steps; `before` and `after` around a step; `before_eviction`, `together`, `arguments` and
-`selected` in an eviction; `finish` at the end of a sequence, and `report` at any time.
+`advance` and `ready` before chunks of prompts are cut, `chunk_limit` for each of them; `repeats`
+before decode steps; `before` and `after` around a step; `before_eviction`, `together`, `arguments`
+and `selected` in an eviction; `finish` at the end of a sequence, and `report` at any time.
 
 What an extension remembers of a sequence on the device is in ``cache.slot_tensors``: it moves and
-ends with its slot. On the host it is in a dictionary by ``seq.id``, until `finish`. `take` and
-`put` are called where a sequence is copied out of its slot, and put into one.
+ends with its slot. On the host it is in a dictionary by ``seq.id``, until `finish`. Where a
+sequence is copied out of its slot, and put into one, `pending_states` and `resumed` are called.
 """
 
 import sys
@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rings import StateRing
-from kvpolicy.cache.slab import KVCache
 from kvpolicy.engine.compaction import Compaction, DueSlot
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.step import Drawn, Output, Step
@@ -80,12 +80,17 @@ class Extension:
     def admit(self, group: abc.Sequence[Sequence]) -> None:
         """Sequences that enter together have been given empty slots; these may be filled."""
 
-    def take(self, seq: Sequence) -> Tensor | None:
+    def pending_states(self, seq: Sequence) -> Tensor | None:
         """A copy of the states of a sequence that wait for policies, if any, ``[N, M]``."""
         return None
 
-    def put(self, seq: Sequence, states: Tensor | None) -> None:
-        """A sequence holds in its slot what was taken elsewhere; ``states`` are those of `take`."""
+    def resumed(self, seq: Sequence, states: Tensor | None) -> None:
+        """A sequence holds in its slot what was taken elsewhere.
+
+        Args:
+            seq: The sequence.
+            states: What `pending_states` had given there.
+        """
 
     def advance(self, sequences: abc.Sequence[Sequence]) -> None:
         """Bring sequences forward whose prompts are not all in, without computing anything."""
@@ -94,11 +99,11 @@ class Extension:
         """Those of these sequences whose next chunk is to be computed now; others wait."""
         return sequences
 
-    def most(self, seq: Sequence) -> int:
+    def chunk_limit(self, seq: Sequence) -> int:
         """Tokens of the prompt of a sequence that its next chunk has at most."""
         return ANY
 
-    def most_in_all(self, sequences: abc.Sequence[Sequence]) -> int:
+    def forward_limit(self, sequences: abc.Sequence[Sequence]) -> int:
         """Tokens that chunks of these sequences have together at most, pads included."""
         return ANY
 
@@ -165,9 +170,9 @@ class Extensions:
         """The extension of a class; ``None``: there is none."""
         return next((one for one in self.all if isinstance(one, kind)), None)
 
-    def take(self, seq: Sequence) -> Tensor | None:
-        """See `Extension.take`; of the first that keeps any."""
-        taken = [one.take(seq) for one in self.all]
+    def pending_states(self, seq: Sequence) -> Tensor | None:
+        """See `Extension.pending_states`; of the first that keeps any."""
+        taken = [one.pending_states(seq) for one in self.all]
         return next((states for states in taken if states is not None), None)
 
     def ready(self, sequences: abc.Sequence[Sequence]) -> abc.Sequence[Sequence]:
@@ -176,13 +181,13 @@ class Extensions:
             sequences = one.ready(sequences)
         return sequences
 
-    def most(self, seq: Sequence) -> int:
-        """See `Extension.most`."""
-        return min((one.most(seq) for one in self.all), default=ANY)
+    def chunk_limit(self, seq: Sequence) -> int:
+        """See `Extension.chunk_limit`."""
+        return min((one.chunk_limit(seq) for one in self.all), default=ANY)
 
-    def most_in_all(self, sequences: abc.Sequence[Sequence]) -> int:
-        """See `Extension.most_in_all`."""
-        return min((one.most_in_all(sequences) for one in self.all), default=ANY)
+    def forward_limit(self, sequences: abc.Sequence[Sequence]) -> int:
+        """See `Extension.forward_limit`."""
+        return min((one.forward_limit(sequences) for one in self.all), default=ANY)
 
     def repeats(self, sequences: abc.Sequence[Sequence]) -> int:
         """See `Extension.repeats`."""

@@ -23,7 +23,7 @@ class Logprobs(Extension):
         self._most_tokens = max(_MOST_LOGITS // vocab_size, 1)
         self._measured: list[Measured] = []  # of the step under way, by repeat
 
-    def most_in_all(self, sequences: abc.Sequence[Sequence]) -> int:
+    def forward_limit(self, sequences: abc.Sequence[Sequence]) -> int:
         """Fewer tokens in a forward where logits after all of them are wanted."""
         return self._most_tokens if _asks(sequences) else ANY
 

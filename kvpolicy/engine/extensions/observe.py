@@ -115,13 +115,13 @@ class Observe(Extension):
         if num_new := self._num_pending(seq):
             self._show(seq, None if self.ring is None else self.ring.take(seq.slot, num_new))
 
-    def take(self, seq: Sequence) -> Tensor | None:
+    def pending_states(self, seq: Sequence) -> Tensor | None:
         """A copy of the unobserved hidden states of a sequence, ``[N, M]``, if they are wanted."""
         if self.ring is None:
             return None
         return self.ring.take(seq.slot, self._num_pending(seq)).clone()
 
-    def put(self, seq: Sequence, states: Tensor | None) -> None:
+    def resumed(self, seq: Sequence, states: Tensor | None) -> None:
         """Have a sequence go on with unobserved hidden states, ``[N, M]``, of another slot."""
         if self.ring is not None:
             assert states is not None

@@ -192,7 +192,7 @@ class PrefixReuse(Extension):
                 computed.add(key)
         return chosen
 
-    def most(self, seq: Sequence) -> int:
+    def chunk_limit(self, seq: Sequence) -> int:
         """Tokens up to where the next chunk of a sequence must end."""
         progress = self._progress[seq]
         if not (progress.is_fresh and progress.stores and self._ends_chunks(seq)):

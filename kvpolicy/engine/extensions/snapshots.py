@@ -59,7 +59,7 @@ class Snapshots(Extension):
         """
         self._core.evictor.settle()
         ended, seq.finish_reason = seq.finish_reason, None
-        states = self._core.extensions.take(seq)
+        states = self._core.extensions.pending_states(seq)
         if seq.error is not None:
             raise SnapshotError(seq.error)
         seq.finish_reason = ended
@@ -79,5 +79,5 @@ class Snapshots(Extension):
             seq.fail(str(error))
             return
         for one in self._core.extensions:
-            one.put(seq, snapshot.states)
+            one.resumed(seq, snapshot.states)
         seq.began_at, seq.prompt_before = snapshot.seq_len, len(snapshot.prompt)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from kvpolicy.attention.draw import NO_TOKEN
 from kvpolicy.attention.softmax import Softmax
-from kvpolicy.cache.slab import KVCache, LayerCache
+from kvpolicy.cache.kv_cache import KVCache, LayerCache
 from kvpolicy.cache.slot_contents import LayerContents
 from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.requests.request import Request

@@ -17,8 +17,8 @@ from tiny import shared_model, tiny_tokenizer
 from torch import Tensor, nn
 
 from kvpolicy import Engine, Lookahead, Plan, PolicyCache, Request, hookimpl, observed_weights
-from kvpolicy.cache.layout import StepLayout
-from kvpolicy.cache.slab import KVCache, Slab
+from kvpolicy.cache.eager_step import EagerStep
+from kvpolicy.cache.kv_cache import KVCache, Slab
 from kvpolicy.engine.extensions.lookahead import LookaheadQueries
 from kvpolicy.engine.tracing import recording
 from kvpolicy.errors import HookError, HookResultError, PolicyLoadError
@@ -199,7 +199,7 @@ def queries_after(model: nn.Module, tokens: list[int], more: list[int]) -> list[
     slabs = [Slab(len(tokens) + len(more), len(more))] * NUM_LAYERS
     cache = adapter.new_cache(slabs, 1)
     for part in (tokens, more):
-        step = StepLayout(cache, [0], [len(part)])
+        step = EagerStep(cache, [0], [len(part)])
         adapter.forward(ForwardInput(torch.tensor([part]), step))
         step.commit()
     place = (torch.arange(len(more)) + len(tokens)) % len(more)

@@ -7,9 +7,9 @@ from allocations import peak_allocated
 from tiny import tiny_model
 
 from kvpolicy import Engine, Plan
-from kvpolicy.cache.layout import StepLayout
+from kvpolicy.cache.eager_step import EagerStep
+from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
 from kvpolicy.cache.rows import LayerRows
-from kvpolicy.cache.slab import KVCache, LayerShape, Slab
 
 SHAPE = LayerShape(8, 4, 32, torch.float32, torch.device("cpu"))
 
@@ -44,7 +44,7 @@ def test_sliding_window_reports_its_temporary_copy(length, num_tracks):
 
     def forward() -> None:
         new = torch.zeros(2, 4, SHAPE.num_kv_heads, length, SHAPE.head_dim)
-        step = StepLayout(cache, range(4), [length] * 4)
+        step = EagerStep(cache, range(4), [length] * 4)
         step.store(0, *new)
         step.commit()
 

@@ -1,7 +1,7 @@
 """One forward over the cache: where its new rows are stored, and what its queries may see.
 
-New rows are provisional: `StepLayout.commit` makes them, and all that the forward has noted, facts;
-`StepLayout.discard` ends a forward that has failed.
+New rows are provisional: `EagerStep.commit` makes them, and all that the forward has noted, facts;
+`EagerStep.discard` ends a forward that has failed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.layouts.base import LayerCache, OpenRows
 from kvpolicy.cache.layouts.tokens import NewTokens
-from kvpolicy.cache.slab import KVCache
 
 
-class StepLayout:
+class EagerStep:
     """The new tokens of one forward, and its layers.
 
     Attributes:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.layouts.base import PLENTY, Counts, Layer, LayerCache, Layout
+from kvpolicy.cache.counts import Counts
+from kvpolicy.cache.layouts.base import PLENTY, Layer, LayerCache, Layout
 from kvpolicy.cache.layouts.compose import layouts_of
 from kvpolicy.cache.shape import UNLIMITED, LayerShape, Rotate, Slab
 from kvpolicy.cache.stack import Stack

@@ -1,0 +1,139 @@
+"""Rows of some entries of slabs, as a compaction and policies reach them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpolicy.cache.stack import SlabStack
+from kvpolicy.devices import upload
+
+
+class Entries:
+    """Slots, each in a layer, as entries of a batch.
+
+    Attributes:
+        places: Their places in the stack, ``[B]``.
+        index: The same as an index; a slice if they are in equal steps, so that it gives views.
+    """
+
+    def __init__(self, places: slice | list[int], device: torch.device) -> None:
+        self.index: slice | Tensor
+        if isinstance(places, slice):
+            self.index = places
+            self.places = torch.arange(places.start, places.stop, places.step, device=device)
+        else:
+            self.index = self.places = upload(np.array(places), device)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These entries of a tensor of the stack."""
+        if isinstance(self.index, slice):
+            return tensor[self.index]
+        return tensor.index_select(0, self.index)
+
+
+@attrs.frozen(eq=False)
+class Columns:
+    """The rows of slots, ``B`` of them that may hold different numbers, in ``T`` columns.
+
+    Attributes:
+        read: Gives the rows of a slab of the layer, ``[B, H_kv, T, ...]``.
+        present: Columns that have a row, bool ``[B, 1 or H_kv, T]``.
+    """
+
+    read: Callable[[Tensor], Tensor]
+    present: Tensor
+
+
+class Span(ABC):
+    """Where some rows of some entries lie, ``T`` of each: what a compaction reads and moves.
+
+    Attributes:
+        entries: The entries of the batch axis.
+        num_rows: ``T``; in columns, if heads hold different numbers of rows.
+    """
+
+    entries: Entries
+    num_rows: int
+
+    @property
+    def absent(self) -> Tensor | None:
+        """Columns that a head has no row for, bool ``[B, H_kv, T]``; ``None``: there are none."""
+        return None
+
+    @abstractmethod
+    def part(self, first: int, end: int) -> "Span":
+        """Those of these rows from one column up to another."""
+
+    @abstractmethod
+    def read(self, slab: Tensor) -> Tensor:
+        """These rows of a slab of the stack, ``[B, H_kv, T, ...]``; 0 where a row is absent."""
+
+    @abstractmethod
+    def write(self, slab: Tensor, rows: Tensor) -> None:
+        """Replace these rows of a slab of the stack."""
+
+    @abstractmethod
+    def keep(
+        self,
+        stack: SlabStack,
+        keep: Tensor,
+        keys: Tensor | None,
+        values: Tensor | None,
+        budget: int | None,
+    ) -> "Kept":
+        """Evict all rows but the chosen ones, in place.
+
+        Args:
+            stack: The slabs.
+            keep: Rows that stay, int64 ``[B, H_kv, K]``, rising, or bool ``[B, H_kv, T]``.
+            keys: Replaces their keys, in the columns of ``keep``; ``None``: they stay.
+            values: Replaces their values, likewise.
+            budget: Rows that may stay.
+        """
+
+    def observed(self, stack: SlabStack, weights_of: Callable[..., Tensor]) -> Tensor:
+        """Attention weights of these rows, ``[B, H_q, W, T]``.
+
+        Args:
+            stack: The slabs.
+            weights_of: Gives the weights of keys ``[B, H_kv, N, D]`` at positions
+                ``[B, H_kv, N]``, and takes ``present``, bool likewise: those that there are.
+        """
+        keys, _ = read_rows(self, stack)
+        return weights_of(keys, self.read(stack.positions))
+
+
+@attrs.frozen(eq=False)
+class Kept:
+    """What `Span.keep` has done.
+
+    Attributes:
+        num_rows: Rows that each entry holds now, as `Counts` counts them.
+        copied_bytes: The largest temporary copy.
+    """
+
+    num_rows: int
+    copied_bytes: int
+
+
+def taken(slab: Tensor, index: Tensor) -> Tensor:
+    """Rows of a slab by their places among those of all its entries and heads, a copy."""
+    # Copies a row at a time, several times as fast as `gather`, which copies numbers.
+    rows = slab.flatten(0, 2).index_select(0, index.flatten())
+    return rows.reshape(*index.shape, *slab.shape[3:])
+
+
+def read_rows(span: Span, stack: SlabStack) -> tuple[Tensor, Tensor]:
+    """Keys and values of a span, ``[B, H_kv, T, D]``."""
+    keys, values = (
+        stack.store.decode([span.read(one) for one in side])
+        for side in (stack.store.keys, stack.store.values)
+    )
+    return keys, values
