@@ -218,8 +218,14 @@ class LayerRows:
 
         Raises:
             ValueError: Replacements have another shape or device, or are no floating point
-                numbers.
+                numbers; or rows were evicted before.
         """
+        if self.kept is not None:
+            msg = (
+                "rows.keep() was called twice in one eviction; call it once, and return True after "
+                "it, so that nobody else is asked"
+            )
+            raise ValueError(msg)
         cache = self._cache
         new_keys, new_values = self._replacements(keep, keys, values)
         kept = self._span.keep(self._stack, keep, new_keys, new_values, self.budget)

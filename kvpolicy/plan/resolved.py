@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
@@ -13,6 +12,7 @@ import attrs
 from kvpolicy.cache.shape import UNLIMITED, Slab, Staging
 from kvpolicy.errors import PlanError
 from kvpolicy.hooks.stack import Stack
+from kvpolicy.plan.plain import as_plain
 from kvpolicy.plan.spec import Heads, Padding, PolicySpec, PromptRows
 
 
@@ -131,7 +131,7 @@ class LayerPlan:
             **({} if self.bounded else {"prefill_budget": self.budget}),
             **({} if self.budget_from is None else {"budget_from": self.budget_from}),
         }
-        return _as_plain(data)
+        return as_plain(data)
 
 
 @attrs.frozen
@@ -220,7 +220,7 @@ class ResolvedPlan:
             **({"code": self._code} if self._code else {}),
             **({"files": self._files} if self._files else {}),
         }
-        return _as_plain(data)
+        return as_plain(data)
 
     def digest(self) -> str:
         """A stable hash of the whole plan, 16 hexadecimal digits."""
@@ -257,31 +257,6 @@ class ResolvedPlan:
     @property
     def _specs(self) -> list[PolicySpec]:
         return [*chain.from_iterable(layer.stack for layer in self.layers), *self.schedule]
-
-
-def _as_plain(data: dict[str, Any]) -> dict[str, Any]:
-    """Without tuples, paths, sets and what else a knob may be: equal when it is read again."""
-    plain: dict[str, Any] = json.loads(json.dumps(_with_plain_keys(data), default=_stable_text))
-    return plain
-
-
-def _with_plain_keys(data: object) -> object:
-    """The same data, with a text for each key that JSON cannot write."""
-    if isinstance(data, (list, tuple)):
-        return [_with_plain_keys(one) for one in data]
-    if not isinstance(data, dict):
-        return data
-    return {
-        key if isinstance(key, (str, int, float)) else repr(key): _with_plain_keys(one)
-        for key, one in data.items()
-    }
-
-
-def _stable_text(knob: object) -> object:
-    """A knob that is not plain data, as text that is the same in every process."""
-    if isinstance(knob, (set, frozenset)):
-        return sorted(knob, key=repr)
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(knob))
 
 
 def needs_budget(stack: Stack) -> bool:

@@ -25,6 +25,7 @@ from cattrs.gen import make_dict_structure_fn, override
 from kvpolicy.entry_points import nearest, packages_of
 from kvpolicy.errors import BudgetError, PlanError, PolicyLoadError, class_name, type_name
 from kvpolicy.hooks.discovery import GROUP, load_policy, load_policy_class, snake_case
+from kvpolicy.plan.plain import as_plain, held_by
 from kvpolicy.plugin_code import plugin_code
 from kvpolicy.validators import MAX_COUNT, positive_int
 
@@ -205,18 +206,25 @@ class PolicySpec:
     def spell_out(self, policy: object) -> "PolicySpec":
         """The same spec with the values of all knobs of the policy built from it.
 
+        Knobs of a class of attrs are its fields. Of an object of another class, which names none,
+        they are all that it holds: policies hold nothing but knobs.
+
         Raises:
             PolicyLoadError: If the knobs cannot be read.
             PlanError: If a file that a knob names cannot be read.
         """
-        fields: tuple[attrs.Attribute[object], ...] = getattr(type(policy), "__attrs_attrs__", ())
-        if not fields:
-            return attrs.evolve(self, files=hashes_of_files(self.knobs))
-        kept = [field for field in fields if field.init]
+        fields: tuple[attrs.Attribute[object], ...] | None
+        fields = getattr(type(policy), "__attrs_attrs__", None)
+        held, knobs = self.knobs, self.knobs
         with plugin_code(f"the knobs of policy '{self.policy}' cannot be read", PolicyLoadError):
-            knobs = {str(field.alias): getattr(policy, field.name) for field in kept}
-            json.dumps(knobs, default=repr, sort_keys=True)  # as plans are told apart
-        return attrs.evolve(self, knobs=knobs, files=hashes_of_files(knobs))
+            if fields:
+                kept = [field for field in fields if field.init]
+                held = knobs = {str(field.alias): getattr(policy, field.name) for field in kept}
+                json.dumps(knobs, default=repr, sort_keys=True)  # as plans are told apart
+            elif self.instance is not None:
+                held = held_by(policy)
+                knobs = {"attributes": as_plain(held)} if held else {}
+        return attrs.evolve(self, knobs=knobs, files=hashes_of_files(held))
 
     def code(self) -> str | None:
         """Hash of the policy's code, see `hash_of_code`."""

@@ -17,3 +17,4 @@ def test_plan_check_run_and_ablate_tell_it(kvpolicy: Shell, tmp_path: Path) -> N
     assert warning in kvpolicy("run", "1+1=", "--plan", plan, *limits).err
     swept = kvpolicy("ablate", "--plan", plan, "--n", 1, *limits, "--output", tmp_path / "swept")
     assert warning in swept.err
+    assert warning in kvpolicy("ablate", "--plan", plan, "--dry-run").err

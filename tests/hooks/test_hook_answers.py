@@ -182,6 +182,16 @@ def test_bad_evictions_raise(case: str) -> None:
     assert_named(str(caught.value), "'evict'", "evict()", "layer 0", got)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_rows_are_evicted_once(times: int) -> None:
+    def without_an_answer(rows: Any, keep: Tensor) -> None:
+        for _ in range(times):
+            rows.keep(keep)
+
+    with pytest.raises(HookError, match=r"rows\.keep\(\)"):
+        run("streaming", Evict(without_an_answer))
+
+
 def test_evict_may_change_kept_values() -> None:
     run("streaming", Evict(lambda rows, keep: rows.keep(keep, values=halved(rows, keep)) or True))
 

@@ -177,6 +177,8 @@ def _dry_run(sweep: "Sweep", folder: Path, workers: int, *, json: bool) -> None:
     from kvpolicy.lab.sweep.runner import finished_keys
 
     samples, recorded = finished(folder, sweep.to_dict(), sweep.example_records())
+    for note in _no_effects(sweep):
+        info(note)
     cells = _list_cells(sweep, finished_keys(sweep, samples, recorded))
     totals = _totals(cells)
     if json:
