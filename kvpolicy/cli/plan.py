@@ -271,9 +271,10 @@ def _staging(found: "Footprint") -> list[str]:
     """What of it lies beside the slots, if prompts enter in larger chunks than a slot takes."""
     if not found.staging_bytes:
         return []
-    prompts = "1 prompt" if found.num_staged == 1 else f"{found.num_staged:,} prompts"
+    num = found.num_staged
+    prompts = "1 prompt that enters" if num == 1 else f"{num:,} prompts that enter at a time"
     num_bytes = format_bytes(found.staging_bytes)
-    return [f"staging     {num_bytes} of it, for {prompts} that enter at a time"]
+    return [f"staging     {num_bytes} of it, for {prompts}"]
 
 
 def _lookahead(found: "Footprint") -> list[str]:

@@ -42,6 +42,7 @@ NUM_LAYERS = 2
 TOKENIZER = tiny_tokenizer()
 FULL = Plan.uniform("full")
 TIGHT = Plan.uniform("h2o", budget=12, buffer=4)
+STAGED = Plan.uniform("h2o", budget=8, buffer=3, prefill_buffer=7)
 PATIENCE_S = 60  # for what must come, on a busy machine
 
 # In double precision the order of additions does not matter.
@@ -105,6 +106,13 @@ def test_prompts_that_stay_are_the_same_among_others(
     check_against_alone(Engine(llama(), TOKENIZER, kept, **options), script)
 
 
+@given(options, scripts())
+def test_rows_beside_slabs_are_the_same_among_others(
+    options: dict[str, Any], script: Script
+) -> None:
+    check_against_alone(Engine(llama(), TOKENIZER, STAGED, **options), script)
+
+
 @pytest.mark.nightly
 @given(options, scripts())
 def test_heads_that_share_rows_are_the_same_among_others(
@@ -124,7 +132,7 @@ def test_registers_and_hidden_states_go_with_their_sequence(
 
 
 @pytest.mark.nightly
-@given(evicting | named, options, scripts(), st.booleans())
+@given(evicting | named | st.just(STAGED), options, scripts(), st.booleans())
 def test_steps_wider_than_what_is_decoded_leave_other_slots_alone(
     plan: Plan, options: dict[str, Any], script: Script, in_graph: bool
 ) -> None:
