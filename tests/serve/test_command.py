@@ -126,7 +126,7 @@ def test_a_request_that_runs_when_the_server_is_told_to_stop_is_answered(
 def test_a_killed_server_breaks_its_streams_and_serves_at_once_when_it_is_started_again(
     folder: Path, tmp_path: Path
 ) -> None:
-    options = ("--model", folder / "mine")
+    options = ("--model", folder / "mine", "--log-format", "json")
     with served_command(tmp_path, *options) as served, served.http() as http:
         port = int(served.url.rsplit(":", 1)[1])
         with http.stream("POST", "/v1/completions", json=LONG) as answer:
@@ -138,6 +138,8 @@ def test_a_killed_server_breaks_its_streams_and_serves_at_once_when_it_is_starte
     with served_command(tmp_path, *options, port=port) as again, again.http() as http:
         answer = http.post("/v1/completions", json={**LONG, "stream": False})
         assert answer.json()["usage"]["completion_tokens"] == 400
+        assert again.end() == 0
+        assert json.loads(again.log[-1])["event"] == "stopping"
 
 
 # What the sentence names.

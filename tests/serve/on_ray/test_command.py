@@ -32,6 +32,7 @@ def test_a_deployment_file_has_what_was_given(
     words = ("--model", model_folder, "--plan", f"small={tmp_path / 'h2o.toml'}", "--slots", 3)
     more = ("--replicas", 2, "--max-replicas", 5, "--cpus-per-replica", 4, "--port", 8123)
     more += ("--prefix-cache", "8MiB", "--prefix-block", 32, "--prefix-prompts-only")
+    more += ("--log-format", "json")
     found = written(kvpolicy, tmp_path, *words, *more, "--max-waiting", 9)
     assert found["http_options"] == {"host": "127.0.0.1", "port": 8123}
     (application,) = found["applications"]
@@ -40,6 +41,7 @@ def test_a_deployment_file_has_what_was_given(
     assert config.read_plans() == {"small": expected}
     assert (config.name, config.model) == (model_folder.name, str(model_folder))
     assert (config.requests, config.setup.threads, config.needs_key) == (6, 4, True)
+    assert config.json_logs
     assert config.engine["max_waiting"] == 9
     store = {"capacity": 8 << 20, "block_tokens": 32, "eviction": "lru", "conversations": False}
     assert config.prefix_store == store
