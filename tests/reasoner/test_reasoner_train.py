@@ -2,13 +2,20 @@
 
 import itertools
 import json
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import time
+from functools import partial
 
 import pytest
 import torch
 from kvpolicy_reasoner.task import make_problems, split_of
 from kvpolicy_reasoner.tokenizer import build_tokenizer
 from kvpolicy_reasoner.train.data import DataPlan, collate, examples_of_step
-from kvpolicy_reasoner.train.learner import chunked_causal_attention
+from kvpolicy_reasoner.train.learner import chunked_causal_attention, run_distributed
 from kvpolicy_reasoner.train.loss_weights import AFTER_NEWLINES_WEIGHT
 from kvpolicy_reasoner.train.optimizer import PEAK_LR, learning_rate
 from kvpolicy_reasoner.train.train import CHECKPOINT, LOG, train
@@ -100,3 +107,33 @@ def test_chunked_attention_equals_causal_attention(length):
 def test_held_out_problems_differ_between_seeds():
     prompts = [{p.prompt for p in make_problems(50, seed=seed)} for seed in (0, 1)]
     assert not prompts[0] & prompts[1]
+
+
+def hold(fifo, processes):
+    """Hold the end to write of a pipe for longer than the test waits."""
+    with fifo.open("wb", buffering=0) as held:
+        held.write(b"1")
+        time.sleep(90)
+
+
+def work_for_long(processes):
+    time.sleep(90)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="forks the process that is killed")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_of_a_training_end_with_the_one_that_began_them(tmp_path, number):
+    fifo = tmp_path / "alive"
+    os.mkfifo(fifo)
+    alive = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    train_together = partial(run_distributed, 2, partial(hold, fifo), lead=work_for_long)
+    process = multiprocessing.get_context("fork").Process(target=train_together)
+    process.start()
+    select.select([alive], [], [], 60)
+    assert os.read(alive, 1) == b"1"
+    os.kill(process.pid, number)
+    process.join()
+    select.select([alive], [], [], 60)
+    assert os.read(alive, 1) == b""
+    os.close(alive)

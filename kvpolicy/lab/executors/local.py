@@ -9,11 +9,9 @@ does all three; the shared queues of a process pool block in the last two.
 """
 
 import multiprocessing
-import os
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -30,6 +28,7 @@ import torch
 from kvpolicy.cli.prompts import Prompt
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.executors.parent import end_with_parent
 from kvpolicy.lab.models import ModelCache, ModelInfo
 from kvpolicy.lab.prompt_files.answering import Answered, Answering, Longest, answers
 from kvpolicy.lab.store.session import describe_machine, num_cpus
@@ -251,7 +250,7 @@ def _work(
 ) -> None:
     # Ctrl-C reaches the whole process group; the parent ends the workers when it is ready.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     for end in [*parent_ends, *(end for end in worker_ends if end is not pipe)]:
         end.close()
     torch.set_num_threads(1)
@@ -262,13 +261,6 @@ def _work(
                 pipe.send(event)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "this process was forked by one of Python's"
-    parent.join()
-    os._exit(1)  # `sys.exit` would end this thread only
 
 
 def _events(run_job: RunJob, job: Job) -> Iterator[Event | Exception]:

@@ -5,6 +5,7 @@ a softmax. Processing the queries in chunks skips most of the masked half.
 """
 
 import multiprocessing
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, Qwen2ForCausalLM
 
+from kvpolicy.lab.executors.parent import end_with_parent
 from kvpolicy_reasoner.train.data import Batch, Example, collate
 from kvpolicy_reasoner.train.loss_weights import AFTER_NEWLINES_WEIGHT
 from kvpolicy_reasoner.train.optimizer import ReasonerOptimizer
@@ -65,7 +67,7 @@ def run_distributed(
         rendezvous = f"file://{Path(folder) / 'rendezvous'}"
         others = [
             context.Process(
-                target=_join, args=(rendezvous, ProcessGroup(rank, size), work), daemon=True
+                target=_follow, args=(rendezvous, ProcessGroup(rank, size), work), daemon=True
             )
             for rank in range(1, size)
         ]
@@ -79,6 +81,12 @@ def run_distributed(
             raise
         for process in others:
             process.join()
+
+
+def _follow(rendezvous: str, processes: ProcessGroup, work: Callable[[ProcessGroup], None]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leading process ends the others
+    end_with_parent()
+    _join(rendezvous, processes, work)
 
 
 def _join(rendezvous: str, processes: ProcessGroup, work: Callable[[ProcessGroup], None]) -> None:
