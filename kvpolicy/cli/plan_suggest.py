@@ -227,8 +227,8 @@ def _lines(
         f"slots       {chosen.slots:,}",
         "",
         *_arithmetic(chosen, memory),
-        f"copies      a compaction copies rows of one layer: up to "
-        f"{format_bytes(chosen.copied_bytes)} more",
+        f"copies      {'a forward or ' if chosen.staging_bytes else ''}a compaction copies rows of "
+        f"one layer: up to {format_bytes(chosen.copied_bytes)} more",
         f"weights     {format_bytes(weights)}{rest}",
         "",
         *_alternatives(found),
@@ -256,14 +256,15 @@ def _arithmetic(one: "Footprint", memory: int) -> list[str]:
     table = format_table(headers, rows, right=range(1, len(headers)), width=terminal_width())
     shared = one.shared_bytes_per_slot
     beside = f" with {shared:,} B that belong to no layer" if shared else ""
+    staging = f" and {one.staging_bytes:,} B of staging" if one.staging_bytes else ""
     full = one.slots * one.full_bytes_per_slot
     saved = 1 - one.num_bytes / full
     return [
         *table.split("\n"),
         "",
         f"a slot      {one.bytes_per_slot:,} B = {format_bytes(one.bytes_per_slot)}{beside}",
-        f"the cache   {one.slots:,} x {one.bytes_per_slot:,} B = {format_bytes(one.num_bytes)} of "
-        f"{format_bytes(memory)}",
+        f"the cache   {one.slots:,} x {one.bytes_per_slot:,} B{staging} = "
+        f"{format_bytes(one.num_bytes)} of {format_bytes(memory)}",
         f"full cache  {format_bytes(full)} for as many slots; the plan saves {max(saved, 0):.1%}",
     ]
 

@@ -67,6 +67,22 @@ def test_the_text_has_the_numbers_of_the_json(kvpolicy: Shell, bare: Path) -> No
     assert all(len(line) <= 100 for line in lines[1:])
 
 
+def test_a_staging_area_is_a_part_of_what_is_suggested(
+    kvpolicy: Shell, bare: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "plan.toml"
+    words = ("--model", bare, "--policy", "h2o", "--slots", 2, "--set", "prefill_buffer=48")
+    answer = kvpolicy("plan", "suggest", *GIVEN, *words, "--output", output)
+    assert answer.status == 0, answer.err
+    shown = kvpolicy(
+        *("plan", "show", output, "--model", bare, "--slots", 2, "--tokens", 100, "--json")
+    ).json
+    staging = shown["staging_bytes"]
+    assert staging > 0
+    assert 2 * shown["bytes_per_slot"] + staging == shown["bytes"] <= 60_000
+    assert f"2 x {shown['bytes_per_slot']:,} B and {staging:,} B of staging" in answer.out
+
+
 def test_weights_are_counted_if_asked_for(kvpolicy: Shell, bare: Path, model_folder: Path) -> None:
     model, _ = load_model(str(model_folder))
     weights = sum(one.nbytes for one in [*model.parameters(), *model.buffers()])
