@@ -13,7 +13,7 @@ from kvpolicy import Engine, Plan, PolicyCache, Request, Sampling, hookimpl
 from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.engine.engine import Run
-from kvpolicy.engine.sampler import forced
+from kvpolicy.engine.sampler import teacher_forced
 
 STEPS_PER_READ = 8  # what an engine takes on a GPU
 
@@ -175,7 +175,7 @@ def _led_along(
 ) -> Run:
     def next_tokens(sequences: Sequence[Any], logits: Tensor) -> Tensor:
         note(sequences, logits)
-        return forced([texts[seq.id][len(seq.tokens)] for seq in sequences], logits)
+        return teacher_forced([texts[seq.id][len(seq.tokens)] for seq in sequences], logits)
 
     return Run(engine, requests, next_tokens)
 

@@ -151,12 +151,12 @@ def weights(logits: Tensor, columns: SamplingColumns) -> Tensor:
     if columns.top_k is not None:
         k = columns.top_k[:, None]
         most = torch.where(k > 0, k, logits.shape[1])
-        likely = likely * _first(rank, likely.new_ones(1, 1).expand_as(likely), most)
+        likely = likely * _top_by_weight(rank, likely.new_ones(1, 1).expand_as(likely), most)
     if columns.top_p is not None:
         total = likely.sum(dim=-1, keepdim=True)
         # At least the likeliest token belongs to the nucleus, whatever the product rounds to.
         most = (columns.top_p[:, None] * total).ceil().clamp(min=1).long()
-        likely = likely * _first(rank, likely, most)
+        likely = likely * _top_by_weight(rank, likely, most)
     if columns.min_p is not None:
         likely = likely * (share >= columns.min_p[:, None])
     return likely
@@ -201,7 +201,7 @@ def _at_share(likely: Tensor, share: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, point, right=True)[:, 0]
 
 
-def _first(rank: Tensor, weight: Tensor, most: Tensor) -> Tensor:
+def _top_by_weight(rank: Tensor, weight: Tensor, most: Tensor) -> Tensor:
     """Which tokens come first: those before which less than ``most`` is counted.
 
     The order is that of falling ranks, of equal ones that of the vocabulary. The last rank is found

@@ -356,7 +356,7 @@ class AsyncEngine:
             if self._listener is not None:
                 self._hand_over(self._listener.broke, error)
         finally:
-            self._hand_over(self._end)
+            self._hand_over(self._fail_waiting_calls)
 
     def _run_steps(self) -> None:
         run, renewed = self._run, 0.0
@@ -395,7 +395,7 @@ class AsyncEngine:
 
     # In the thread of the event loop
 
-    def _end(self) -> None:
+    def _fail_waiting_calls(self) -> None:
         self._ended.set()
         while self._calls:
             _, called = self._calls.popleft()

@@ -170,7 +170,7 @@ class Evictor:
                 # compacted together.
                 num_queries = min(int(self._cache.seq_len[one.slot]), one.stack.window_size)
                 alike = num_rows, self._most_rows(one), num_queries, self._extensions.together(one)
-                groups[self._asked(one), one.budget, *alike].append(one)
+                groups[self._call_key(one), one.budget, *alike].append(one)
         for group in groups.values():
             for call in self._calls(group):
                 self._compact(call)
@@ -239,7 +239,7 @@ class Evictor:
 
     # Which slots are asked about together
 
-    def _asked(self, due: DueSlot) -> object:
+    def _call_key(self, due: DueSlot) -> object:
         """What the slots have in common that hooks are asked about together."""
         if not due.stack.folds:
             return due.layer_idx

@@ -72,7 +72,7 @@ def processed(sequences: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
     return new
 
 
-def forced(tokens: abc.Sequence[int], logits: Tensor) -> Tensor:
+def teacher_forced(tokens: abc.Sequence[int], logits: Tensor) -> Tensor:
     """The answer of a sampler that leads sequences along given tokens."""
     return flag_missing(_int64(tokens, logits.device), logits)
 

@@ -50,7 +50,7 @@ class Slots:
         self._held[seq.slot] = None
 
     def pack(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Bring sequences, which are in the order of their slots, to the first slots."""
+        """Move sequences, given in the order of their slots, to the first slots, without gaps."""
         if sequences[-1].slot < len(sequences):
             return sequences
         taken = {seq.slot for seq in sequences}

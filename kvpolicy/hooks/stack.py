@@ -356,7 +356,7 @@ class Stack:
 
     # Asking them
 
-    def _asked(self, hook: str) -> Iterator["Stack"]:
+    def _stacks_with(self, hook: str) -> Iterator["Stack"]:
         """This stack and those of parts, where a policy implements a hook."""
         return (stack for stack in self._stacks if stack._manager.impls(hook))
 
@@ -394,13 +394,13 @@ class Stack:
 
     def observe(self, **arguments: Any) -> None:
         """Show the policies the newest tokens of one sequence."""
-        for stack in self._asked("observe"):
+        for stack in self._stacks_with("observe"):
             stack._manager.ask("observe", None, checks.observe_problem, **arguments)
 
     def bind(self, layer_idx: int, weights: LayerWeights) -> Bound:
         """What policies and parts make of the weights of a layer."""
         bound: dict[int, Any] = {}
-        for stack in self._asked("bind"):
+        for stack in self._stacks_with("bind"):
             impls, check = stack._manager.impls("bind"), checks.BindCheck(weights)
             asked = [(impl, check) for impl in impls]
             try:
@@ -422,7 +422,7 @@ class Stack:
         """
         keys: Tensor = arguments["keys"]
         annotations = {}
-        for stack in self._asked("annotate"):
+        for stack in self._stacks_with("annotate"):
             asked = [
                 (impl, stack._annotation_check(impl, keys)) for impl in stack._annotating(in_step)
             ]
@@ -448,7 +448,7 @@ class Stack:
         """Sum of all changes to the states that enter a layer, ``[B, M]``, or ``None``."""
         check = _each(lambda answer: checks.steer_problem(answer, hidden_states))
         changes: list[Tensor] = []
-        for stack in self._asked("steer"):
+        for stack in self._stacks_with("steer"):
             changes += stack._manager.ask(
                 "steer",
                 layer_idx,
@@ -473,7 +473,7 @@ class Stack:
             )
             return answer
 
-        return next(filter(None, map(ask, self._asked("lookahead"))), None)
+        return next(filter(None, map(ask, self._stacks_with("lookahead"))), None)
 
     def due(self, layer_idx: int, **arguments: Any) -> Tensor | None:
         """Which sequences are due, bool ``[B]``, or ``None`` if no policy answers."""
@@ -482,7 +482,7 @@ class Stack:
         def check(answer: object) -> str | None:
             return checks.due_problem(answer, num_sequences)
 
-        for stack in self._asked("due"):
+        for stack in self._stacks_with("due"):
             answer: Tensor | None = stack._manager.ask(
                 "due", layer_idx, check, optional=True, **arguments
             )
@@ -503,7 +503,7 @@ class Stack:
         """
         check = _each(lambda answer: checks.protect_problem(answer, positions))
         answers: list[Tensor] = []
-        for stack in self._asked("protect"):
+        for stack in self._stacks_with("protect"):
             answers += stack._manager.ask(
                 "protect", layer_idx, check, positions=positions, budget=budget, **arguments
             )

@@ -130,12 +130,12 @@ def paired_proportions(both: int, only_a: int, only_b: int, neither: int) -> Int
         covariance = max(covariance - n / 2, 0)
     correlation = covariance / math.sqrt(margins) if margins else 0.0
 
-    def combine(x: float, y: float) -> float:
+    def joint_margin(x: float, y: float) -> float:
         return math.sqrt(max(x * x - 2 * correlation * x * y + y * y, 0.0))
 
     value = (only_a - only_b) / n
-    low = value - combine(a.value - a.low, b.high - b.value)
-    high = value + combine(a.high - a.value, b.value - b.low)
+    low = value - joint_margin(a.value - a.low, b.high - b.value)
+    high = value + joint_margin(a.high - a.value, b.value - b.low)
     return Interval(value, low, high)
 
 

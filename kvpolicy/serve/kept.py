@@ -50,7 +50,7 @@ class KeptRows:
         self._new += chunk.tokens
         if chunk.result is not None:
             snapshot = chunk.result.snapshot
-            held = None if snapshot is None else held_at_end(snapshot)
+            held = None if snapshot is None else held_in_snapshot(snapshot)
         elif monotonic() - self._told_at < EVERY_S:
             return None
         else:
@@ -95,7 +95,7 @@ def held_rows(run: Run, number: int) -> dict[str, Any] | None:
     return _counted(heads, rows, int(cache.seq_len[slot]))
 
 
-def held_at_end(snapshot: SequenceSnapshot) -> dict[str, Any]:
+def held_in_snapshot(snapshot: SequenceSnapshot) -> dict[str, Any]:
     """The rows that a sequence held at its end, as `held_rows` gives them.
 
     Args:

@@ -55,7 +55,7 @@ def _cannot_listen(host: str, port: int, error: Exception) -> KVPolicyError:
     return KVPolicyError(msg)
 
 
-def url_of(listening: socket.socket, scheme: str = "http") -> str:
+def socket_url(listening: socket.socket, scheme: str = "http") -> str:
     """The address of a socket as a client writes it.
 
     Args:
@@ -192,7 +192,7 @@ def serve_model(
     Returns:
         Requests that were cancelled at the end.
     """
-    url = url_of(listening, "http" if certificate is None else "https")
+    url = socket_url(listening, "http" if certificate is None else "https")
     server = Server(Service(served, settings), lambda: on_start(url), certificate)
     server.run([listening])
     return server.num_cancelled

@@ -42,7 +42,7 @@ def token_counts(prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
     }
 
 
-def usage_of(prompt_tokens: int, results: Mapping[int, Result], n: int) -> dict[str, Any]:
+def token_usage(prompt_tokens: int, results: Mapping[int, Result], n: int) -> dict[str, Any]:
     """What an answer has cost.
 
     A prompt counts once, for all of its choices.
@@ -119,7 +119,7 @@ class Reply(ABC):
         """The chunk with which a choice of a stream begins, if it has one."""
 
     @abstractmethod
-    def _end(self) -> dict[str, Any]:
+    def _last_part(self) -> dict[str, Any]:
         """What the last chunk of a choice has."""
 
     def whole(self, results: Mapping[int, Result], prompt_tokens: int) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Reply(ABC):
             }
             for index, result in sorted(results.items())
         ]
-        usage = usage_of(prompt_tokens, results, self._body.n)
+        usage = token_usage(prompt_tokens, results, self._body.n)
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage}
 
     def pieces(self, index: int, chunk: StreamChunk) -> Iterator[dict[str, Any]]:
@@ -152,7 +152,7 @@ class Reply(ABC):
             piece = self._piece(index, chunk)
             yield self._chunk(index, {**piece, **self._token_ids(chunk.tokens)}, None)
         if chunk.result is not None:
-            yield self._chunk(index, self._end(), chunk.result.finish_reason)
+            yield self._chunk(index, self._last_part(), chunk.result.finish_reason)
 
     def kept(self, event: dict[str, Any]) -> dict[str, Any]:
         """The chunk with what a stream tells of the rows that are held.
@@ -169,7 +169,7 @@ class Reply(ABC):
             results: Result of each choice.
             prompt_tokens: Tokens of the prompts.
         """
-        usage = usage_of(prompt_tokens, results, self._body.n)
+        usage = token_usage(prompt_tokens, results, self._body.n)
         return {**self._head, "object": self.chunk_kind, "choices": [], "usage": usage}
 
     def _chunk(
@@ -228,7 +228,7 @@ class CompletionReply(Reply):
         """There is none."""
         return None
 
-    def _end(self) -> dict[str, Any]:
+    def _last_part(self) -> dict[str, Any]:
         return {"text": "", "logprobs": None}
 
     def _logprobs(
@@ -258,7 +258,7 @@ class ChatReply(Reply):
         delta = {"role": "assistant", "content": ""}
         return self._chunk(index, {"delta": delta, "logprobs": None}, None)
 
-    def _end(self) -> dict[str, Any]:
+    def _last_part(self) -> dict[str, Any]:
         return {"delta": {}, "logprobs": None}
 
     def _logprobs(self, logprobs: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:

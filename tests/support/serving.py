@@ -23,7 +23,7 @@ from step_gate import Gate
 from tiny import shared_model, tiny_tokenizer
 
 from kvpolicy import Plan, PrefixStore
-from kvpolicy.serve.launch import bound_to, hosts_of, served_model, url_of
+from kvpolicy.serve.launch import bound_to, hosts_of, served_model, socket_url
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.server import Certificate, Server
 from kvpolicy.serve.service import Service
@@ -206,7 +206,7 @@ def serving(
         thread.start()
         try:
             assert started.wait(PATIENCE_S)
-            url = url_of(listening, "http" if certificate is None else "https")
+            url = socket_url(listening, "http" if certificate is None else "https")
             yield Running(url, served, server, thread, loop, gates, clients)
         finally:
             for client in clients:

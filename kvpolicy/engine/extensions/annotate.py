@@ -158,7 +158,7 @@ class Annotate(Extension):
         newest = rows.part(rows.num_rows - num_held, rows.num_rows)
         with self._timings.time("annotate_s", device):
             (keys,), (values,) = read_rows(newest, stack)
-            annotations = self._asked(
+            annotations = self._ask_policies(
                 layer_idx,
                 False,
                 states[len(states) - num_held :],
@@ -195,10 +195,10 @@ class Annotate(Extension):
         annotations: abc.Mapping[str, Tensor] = {}
         if step.error is None:
             with self._errors.covering(step.sequences, step.fail):
-                annotations = self._asked(layer_idx, in_step, *tokens)
+                annotations = self._ask_policies(layer_idx, in_step, *tokens)
         return annotations
 
-    def _asked(
+    def _ask_policies(
         self,
         layer_idx: int,
         in_step: bool | None,

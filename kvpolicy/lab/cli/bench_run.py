@@ -98,7 +98,7 @@ def _jobs(
         return jobs_of(contenders, works)
     *fixed, best = works
     jobs = jobs_of(contenders, fixed)
-    with_cache = [one for one in contenders if one.has_cache and one.does(best)]
+    with_cache = [one for one in contenders if one.has_cache and one.supports(best)]
     for contender in with_cache:
         batch = _best_batch(contender, best, limit_bytes, turns)  # type: ignore[arg-type]
         if batch is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.sequence import Sequence
-from kvpolicy.engine.sampler import forced
+from kvpolicy.engine.sampler import teacher_forced
 
 
 @attrs.frozen
@@ -115,7 +115,7 @@ class Scoring:
             else:
                 branch.log_likelihood += values[row]
                 branch.is_greedy = branch.is_greedy and likeliest[row] == tokens[row]
-        return forced(tokens, logits)
+        return teacher_forced(tokens, logits)
 
     def _finish(self, branch: Branch, log_probs: Tensor, likeliest: int) -> None:
         for index, token in branch.ends:

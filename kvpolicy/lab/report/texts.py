@@ -172,9 +172,9 @@ def shorten(pieces: Sequence[Piece], cap: int | None) -> list[Piece]:
     if cap is None or length <= cap:
         return list(pieces)
     tail = cap // 3
-    head = _first(pieces, cap - tail)
+    head = _leading_chars(pieces, cap - tail)
     end = [Piece(kind, text[::-1]) for kind, text in pieces]
-    last = [Piece(kind, text[::-1]) for kind, text in _first(end[::-1], tail)]
+    last = [Piece(kind, text[::-1]) for kind, text in _leading_chars(end[::-1], tail)]
     return [*head, Piece(GAP, f"{length - cap:,}"), *last[::-1]]
 
 
@@ -229,7 +229,7 @@ def _begins_thinking(text: str, prompt: str) -> bool:
     return not after or after[0] == _CLOSES
 
 
-def _first(pieces: Sequence[Piece], num_chars: int) -> list[Piece]:
+def _leading_chars(pieces: Sequence[Piece], num_chars: int) -> list[Piece]:
     found = []
     for kind, text in pieces:
         if num_chars <= 0:

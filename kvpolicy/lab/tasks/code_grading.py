@@ -87,10 +87,10 @@ def _passes(program: str, test: Test, time_s: float) -> bool:
     method = re.search(r"^class Solution\b", program, re.M)
     call = f"Solution().{test.function}" if method else test.function
     source = _PRELUDE + program + _CALL.format(call=call, mark=_MARK)
-    return _returned(run_program(source, test.input, time_s=time_s), test.output)
+    return _has_returned(run_program(source, test.input, time_s=time_s), test.output)
 
 
-def _returned(finished: Finished, expected: str) -> bool:
+def _has_returned(finished: Finished, expected: str) -> bool:
     _, mark, answer = finished.stdout.rpartition(_MARK)
     if finished.ending != "done" or not mark:
         return False

@@ -17,7 +17,7 @@ from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.engine.requests.sequence import Sequence
-from kvpolicy.engine.sampler import forced
+from kvpolicy.engine.sampler import teacher_forced
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.task import EvalOutcome
 from kvpolicy.markers import hookimpl
@@ -80,7 +80,7 @@ class HeldAttentionEvaluation:
         layers = self.run.cache.layers
         for seq in sequences:
             self._held.setdefault(seq.id, _HeldRows(layers)).note(self.run, seq)
-        return forced([self._full.next_token(seq.id) for seq in sequences], logits)
+        return teacher_forced([self._full.next_token(seq.id) for seq in sequences], logits)
 
 
 def _compare(
@@ -190,7 +190,7 @@ class _FullRun:
         return self._sequences.pop(number)
 
     def _sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
-        tokens = forced(logits.argmax(dim=-1).tolist(), logits)
+        tokens = teacher_forced(logits.argmax(dim=-1).tolist(), logits)
         for seq, token in zip(sequences, tokens.tolist(), strict=True):
             ours = self._sequences[seq.id]
             ours.tokens.append(token)

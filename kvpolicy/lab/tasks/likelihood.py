@@ -111,13 +111,13 @@ class _Teacher:
         self.loss: dict[int, float] = defaultdict(float)
 
     def sample(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
-        from kvpolicy.engine.sampler import forced
+        from kvpolicy.engine.sampler import teacher_forced
 
         tokens = [self.texts[seq.id][len(seq.tokens)] for seq in sequences]
         losses = -_log_probs(logits)[range(len(tokens)), tokens]
         for seq, loss in zip(sequences, losses.tolist(), strict=True):
             self.loss[seq.id] += loss
-        return forced(tokens, logits)
+        return teacher_forced(tokens, logits)
 
 
 @attrs.frozen
@@ -204,7 +204,7 @@ class _Guide:
         self.kl: dict[int, float] = defaultdict(float)
 
     def sample(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
-        from kvpolicy.engine.sampler import forced
+        from kvpolicy.engine.sampler import teacher_forced
 
         tokens = []
         for seq, log_probs in zip(sequences, _log_probs(logits), strict=True):
@@ -214,7 +214,7 @@ class _Guide:
             # A token that the full cache rules out (log-probability -inf) contributes 0.
             terms = full_log_probs.exp() * (full_log_probs - log_probs)
             self.kl[seq.id] += float(terms[full_log_probs > -math.inf].sum())
-        return forced(tokens, logits)
+        return teacher_forced(tokens, logits)
 
     def _next(self, number: int) -> "tuple[int, Tensor]":
         """The full cache's next token in a sequence; steps its engine as far as needed."""
@@ -224,10 +224,10 @@ class _Guide:
         return self._pending[number].popleft()
 
     def _sample_full(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
-        from kvpolicy.engine.sampler import forced
+        from kvpolicy.engine.sampler import teacher_forced
 
         log_probs = _log_probs(logits)
-        tokens = forced(log_probs.argmax(dim=-1).tolist(), logits)
+        tokens = teacher_forced(log_probs.argmax(dim=-1).tolist(), logits)
         for seq, token, row in zip(sequences, tokens.tolist(), log_probs, strict=True):
             self._pending[seq.id].append((token, row))
         return tokens

@@ -116,14 +116,14 @@ def _serve(
 ) -> None:
     _check_installed()
     from kvpolicy.serve.example import curl_line, example_completion
-    from kvpolicy.serve.launch import bound_to, url_of
+    from kvpolicy.serve.launch import bound_to, socket_url
     from kvpolicy.serve.on_ray.launch import ray_cluster, serve_on
 
     address = ray.address or os.environ.get("RAY_ADDRESS")
     if address is None:
         info("no Ray address is given: starting a cluster on this machine.")
     with bound_to(host, port) as free:  # a port that is taken is found before the cluster
-        url, port = url_of(free), free.getsockname()[1]
+        url, port = socket_url(free), free.getsockname()[1]
     most = ray.max_replicas or ray.replicas
     with ray_cluster(address, cpus=most * ray.cpus) as cluster:
         nodes = [node["Resources"] for node in cluster.nodes() if node["Alive"]]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpolicy import Engine, Plan, Sampling
 from kvpolicy.attention.draw import NO_TOKEN
-from kvpolicy.engine.sampler import columns_of, forced, sample_next
+from kvpolicy.engine.sampler import columns_of, sample_next, teacher_forced
 from kvpolicy.errors import KVPolicyError
 
 samplings = st.builds(
@@ -94,7 +94,7 @@ def test_equal_prompts_with_other_seeds_are_sampled_apart() -> None:
 def test_forced_tokens_are_those_given_where_the_logits_are_numbers() -> None:
     logits = logits_of(0, 3)
     logits[1, 4] = torch.nan
-    assert forced([5, 6, 7], logits).tolist() == [5, NO_TOKEN, 7]
+    assert teacher_forced([5, 6, 7], logits).tolist() == [5, NO_TOKEN, 7]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from kvpolicy import Engine, Plan, Request
 from kvpolicy.engine.engine import Run
 from kvpolicy.engine.requests.detokenize import TextDecoder, TextPieces, decode_after
 from kvpolicy.engine.requests.sequence import Sequence
-from kvpolicy.engine.sampler import forced
+from kvpolicy.engine.sampler import teacher_forced
 
 ALPHABET = "abdeginostw .,'\né한국日본🦄🧿\ufffd"
 BROKEN = "\ufffd"
@@ -220,7 +220,7 @@ def test_engine_streams_what_it_answers(kind: str) -> None:
     engine = Engine(model, tokenizer, Plan.uniform("full"))
 
     def sampler(sequences: Any, logits: Any) -> Any:
-        return forced([tokens[len(seq.tokens)] for seq in sequences], logits)
+        return teacher_forced([tokens[len(seq.tokens)] for seq in sequences], logits)
 
     requests = [Request([5], len(tokens), stop_ids=()), Request([5], 99, stop=("🦄", TURN + "#"))]
     plain, stopped = Run(engine, requests, sampler).results()

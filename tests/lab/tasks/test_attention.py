@@ -55,7 +55,7 @@ def rows_gone(
 ) -> tuple[dict[tuple[int, int, int], int], int]:
     """When each row leaves an engine that is led along some tokens, as its trace tells."""
     from kvpolicy.engine.engine import Run
-    from kvpolicy.engine.sampler import forced
+    from kvpolicy.engine.sampler import teacher_forced
 
     engine = Engine(model, TOKENIZER, plan)
     gone: dict[tuple[int, int, int], int] = {}
@@ -63,7 +63,7 @@ def rows_gone(
         run = Run(
             engine,
             [Request(prompt, len(tokens))],
-            lambda seqs, logits: forced([tokens[len(seqs[0].tokens)]], logits),
+            lambda seqs, logits: teacher_forced([tokens[len(seqs[0].tokens)]], logits),
         )
         (result,) = run
     first = 10**9

@@ -87,7 +87,7 @@ class Contender:
     has_cache: bool = True
     is_outside: bool = False
 
-    def does(self, work: Workload) -> bool:
+    def supports(self, work: Workload) -> bool:
         """Whether it can do this work."""
         if isinstance(work, Text):
             return self.text is not None
@@ -96,7 +96,7 @@ class Contender:
     def run(self, work: Workload) -> Measurement:
         """Do one work; a multiple of its period is measured, so that compactions count fully."""
         if isinstance(work, Text):
-            assert self.text is not None, "the caller asks `does` first"
+            assert self.text is not None, "the caller asks `supports` first"
             return self.text(work)
         periods = -(-work.steps // self.period)
         return self.decode(attrs.evolve(work, steps=periods * self.period))

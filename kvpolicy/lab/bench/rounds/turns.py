@@ -56,7 +56,7 @@ class Turn:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Self:
-        """The turn of `to_dict`."""
+        """The turn that `to_dict` has written."""
         values = {field.name: record[field.name] for field in attrs.fields(Measurement)}
         for name in ("steps_s", "compacted"):
             values[name] = None if values[name] is None else tuple(values[name])
@@ -66,7 +66,7 @@ class Turn:
 
 def jobs_of(contenders: Sequence[Contender], works: Sequence[Workload]) -> list[Job]:
     """Every contender at every workload that it can do; those of one workload are adjacent."""
-    return [Job(one, work) for work in works for one in contenders if one.does(work)]
+    return [Job(one, work) for work in works for one in contenders if one.supports(work)]
 
 
 def measure(

@@ -21,4 +21,4 @@ def test_continuous_batching_decodes_all_sequences_together() -> None:
     assert model.config._attn_implementation == attention
     text = contender.run(Text(batch=2, prompt_min=3, prompt_max=5, new_tokens=12))
     assert 8 <= len(text.steps_s) <= 11
-    assert not contender.does(Decode(1, 4096, 1)), "its prompts are prefilled"
+    assert not contender.supports(Decode(1, 4096, 1)), "its prompts are prefilled"

@@ -75,7 +75,7 @@ def test_vllm_is_measured_by_the_difference_of_two_lengths(tmp_path: Path) -> No
         assert step_s == pytest.approx(0.002)
     assert done.kv_bytes == 2 * ROW * (10 + 32), "at least 32 steps"
     assert done.read_bytes == 2 * ROW * (10 + 16.5)
-    assert contender.does(Decode(1, 16_384, 1)), "nothing is prefilled"
+    assert contender.supports(Decode(1, 16_384, 1)), "nothing is prefilled"
 
 
 @pytest.mark.parametrize(
