@@ -1,7 +1,7 @@
 """Keys and values of all sequences: what a cache holds of all slots, in all layers.
 
 Every sequence owns one slot. In each layer its rows are held as the layer's layout says
-(`kvpolicy.cache.layouts.base`), in memory that is allocated once (`kvpolicy.cache.stack`).
+(`kvpolicy.cache.layouts.base`), in memory that is allocated once (`kvpolicy.cache.arena`).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,20 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.cache.arena import Arena
 from kvpolicy.cache.counts import Counts
 from kvpolicy.cache.layouts.base import PLENTY, Layer, LayerCache, Layout
 from kvpolicy.cache.layouts.compose import layouts_of
-from kvpolicy.cache.shape import UNLIMITED, LayerShape, Rotate, Slab
-from kvpolicy.cache.stack import Stack
-
-__all__ = [
-    "UNLIMITED",
-    "KVCache",
-    "LayerCache",
-    "LayerShape",
-    "Rotate",
-    "Slab",
-]
+from kvpolicy.cache.shape import LayerShape, Rotate, Slab
 
 # Decides the layout of each layer, see `layouts_of`.
 Compose = Callable[[Sequence[LayerShape], Sequence[Slab], Counts], list[Layout]]
@@ -37,7 +28,7 @@ class KVCache:
         layers: Each decoder layer: a `LayerCache` if it has rows.
         layout_of: The layout of each layer; layers of one kind share theirs.
         layouts: The same without repetitions.
-        stacks: The memory of layers of equal shape and slab, which the layers are views of.
+        arenas: The memory of layers of equal shape and slab, which the layers are views of.
         counts: What the host knows of the slots, also by the names that follow.
         rows: Rows held in each layer by each slot, ``[layers, S]``; where heads share the rows of a
             layer, those of a head in the mean, rounded up: what is left up to ``capacity`` is
@@ -88,8 +79,8 @@ class KVCache:
         self.layout_of, self.layouts = layouts, list(dict.fromkeys(layouts))
         # Layers without rows are among them; nobody asks these for rows.
         self.layers: list[LayerCache] = []
-        self.stacks: list[Stack] = []
-        self._stack_layers(list(zip(shapes, slabs, strict=True)))
+        self.arenas: list[Arena] = []
+        self._allocate(list(zip(shapes, slabs, strict=True)))
         self.slot_tensors: list[Tensor] = []
         self.row_bytes = np.array([shape.row_bytes for shape in shapes], dtype=np.int64)
         windows = [shape.sliding_window or PLENTY for shape in shapes]
@@ -174,8 +165,8 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Bytes allocated: slabs, positions, tracks, query windows, other slot tensors."""
-        of_stacks = sum(stack.num_bytes for stack in self.stacks)
-        return of_stacks + sum(tensor.nbytes for tensor in self.slot_tensors)
+        of_arenas = sum(arena.num_bytes for arena in self.arenas)
+        return of_arenas + sum(tensor.nbytes for tensor in self.slot_tensors)
 
     @property
     def peak_bytes(self) -> int:
@@ -187,19 +178,19 @@ class KVCache:
         return int(np.minimum(self.seq_len[slot], self._windows) @ self.row_bytes)
 
     def grow(self, slabs: Sequence[Slab]) -> None:
-        """Grow layers to the capacity of their new slab, stack by stack; none ever shrinks."""
+        """Grow layers to the capacity of their new slab, arena by arena; none ever shrinks."""
         wanted, grows = [], False
         for layer, layout, slab in zip(self.layers, self.layout_of, slabs, strict=True):
             larger = layout.fit(layer.shape, slab).capacity > layer.slab.capacity
             wanted.append((layer.shape, slab if larger else layer.slab))
             grows |= larger
         if grows:
-            self._stack_layers(wanted)
+            self._allocate(wanted)
 
-    def _stack_layers(self, wanted: list[tuple[LayerShape, Slab]]) -> None:
-        """Make stacks for layers of such shapes and slabs, with the rows of the layers before."""
+    def _allocate(self, wanted: list[tuple[LayerShape, Slab]]) -> None:
+        """Make arenas for layers of such shapes and slabs, with the rows of the layers before."""
         before: list[Layer | None] = [*self.layers]
-        self.layers, self.stacks = [], []
+        self.layers, self.arenas = [], []
         layers: dict[int, Layer] = {}
         kinds = [
             (layout, shape, layout.fit(shape, slab))
@@ -209,14 +200,14 @@ class KVCache:
             layout, shape, slab = kind
             members = [i for i, one in enumerate(kinds) if one == kind]
             old = [one for i in members if before and (one := before[i]) is not None]
-            if old and _is_stack_of(old, slab):
-                self.stacks.append(old[0].stack)
+            if old and _is_arena_of(old, slab):
+                self.arenas.append(old[0].arena)
                 layers.update(zip(members, old, strict=True))
                 continue
-            stack = layout.new_stack(shape, slab, len(members), self.num_slots)
-            self.stacks.append(stack)
+            arena = layout.new_arena(shape, slab, len(members), self.num_slots)
+            self.arenas.append(arena)
             for place, i in enumerate(members):
-                layers[i] = layout.new_layer(i, stack, place)
+                layers[i] = layout.new_layer(i, arena, place)
             if old:
                 self._widen(layout, old, [layers[i] for i in members])
                 for i in members:
@@ -240,8 +231,8 @@ class KVCache:
 
     def clear(self, slot: int) -> None:
         """Empty a slot in all layers."""
-        for stack in self.stacks:
-            stack.clear(slot)
+        for arena in self.arenas:
+            arena.clear(slot)
         for tensor in self.slot_tensors:
             tensor[slot] = 0
         for array in self.counts.per_slot:
@@ -274,8 +265,8 @@ class KVCache:
 
     def move(self, source: int, target: int) -> None:
         """Move the sequence in slot ``source`` to slot ``target``, and empty ``source``."""
-        for stack in self.stacks:
-            stack.copy_slot(source, target)
+        for arena in self.arenas:
+            arena.copy_slot(source, target)
         for tensor in self.slot_tensors:
             tensor[target] = tensor[source]
         for array in self.counts.per_slot:
@@ -287,8 +278,8 @@ class KVCache:
     def swap(self, first: int, second: int) -> None:
         """Exchange the sequences in two slots."""
         pair, swapped = [first, second], [second, first]
-        for stack in self.stacks:
-            self.note_copy(stack.swap_slots(first, second))
+        for arena in self.arenas:
+            self.note_copy(arena.swap_slots(first, second))
         for tensor in self.slot_tensors:
             tensor[pair] = tensor[swapped]
         for array in self.counts.per_slot:
@@ -297,11 +288,11 @@ class KVCache:
             layout.swap(first, second)
 
 
-def _is_stack_of(layers: Sequence[Layer], slab: Slab) -> bool:
-    """Whether layers are exactly those of one stack, and have such slabs."""
-    stack: Stack = layers[0].stack
+def _is_arena_of(layers: Sequence[Layer], slab: Slab) -> bool:
+    """Whether layers are exactly those of one arena, and have such slabs."""
+    arena: Arena = layers[0].arena
     return (
-        stack.slab == slab
-        and stack.num_layers == len(layers)
-        and all(layer.stack is stack for layer in layers)
+        arena.slab == slab
+        and arena.num_layers == len(layers)
+        and all(layer.arena is arena for layer in layers)
     )

@@ -67,7 +67,7 @@ class LayerRows:
     """The rows of some slots in one layer or in several, as the hooks of a compaction see them.
 
     Each entry of the batch axis is a slot in a layer. All of them hold the same number of rows, so
-    the tensors have no padding; layers are of one stack. Nothing here waits for the device.
+    the tensors have no padding; layers are of one arena. Nothing here waits for the device.
 
     Which rows these are is the business of the layers' layout: all that a slot holds, or those
     behind a prompt that stays. If heads hold different numbers of rows, all entries hold equally
@@ -90,7 +90,7 @@ class LayerRows:
         self._slots = list(slots)
         self.layers = [layers] * len(self._slots) if isinstance(layers, int) else list(layers)
         self._layer = cache.layers[self.layers[0]]
-        self._stack = self._layer.stack
+        self._arena = self._layer.arena
         self._layout = self._layer.layout
         self._span = self._layout.rows(self._layer, self.layers, self._slots)
         self.num_rows = self._span.num_rows
@@ -100,7 +100,7 @@ class LayerRows:
         self.budget: int | None = None
         seq_len = torch.from_numpy(self._seq_len)
         # From pinned memory policies can copy it to the GPU without a wait.
-        on_gpu = self._stack.shape.device.type == "cuda"
+        on_gpu = self._arena.shape.device.type == "cuda"
         self.seq_len = seq_len.pin_memory() if on_gpu else seq_len
 
     @property
@@ -117,17 +117,17 @@ class LayerRows:
     @property
     def keys(self) -> Tensor:
         """Keys after RoPE, ``[B, H_kv, T, D]``."""
-        return self._stored(self._stack.store.keys)
+        return self._stored(self._arena.store.keys)
 
     @property
     def values(self) -> Tensor:
         """Values, ``[B, H_kv, T, D]``."""
-        return self._stored(self._stack.store.values)
+        return self._stored(self._arena.store.values)
 
     @property
     def positions(self) -> Tensor:
         """Position of each row's token in its sequence, ``[B, H_kv, T]``, int64; -1: no row."""
-        return self._span.read(self._stack.positions)
+        return self._span.read(self._arena.positions)
 
     @property
     def num_new(self) -> Tensor:
@@ -146,11 +146,11 @@ class LayerRows:
 
     def track(self, name: str) -> Tensor:
         """One track of these rows, ``[B, H_kv, T]``, fp32."""
-        return self._span.read(self._stack.tracks[name])
+        return self._span.read(self._arena.tracks[name])
 
     def set_track(self, name: str, values: Tensor) -> None:
         """Assign new numbers to one track of these rows, ``[B, H_kv, T]``."""
-        track = self._stack.tracks[name]
+        track = self._arena.tracks[name]
         size = [len(self._slots), track.shape[1], self.num_rows]
         numbers = checked_numbers(f"track '{name}' was given", values, size, track)
         self._span.write(track, numbers)
@@ -158,14 +158,14 @@ class LayerRows:
     @property
     def sliding_window(self) -> int | None:
         """Tokens that a query of this layer sees, its own included; ``None``: all."""
-        return self._stack.shape.sliding_window
+        return self._arena.shape.sliding_window
 
     @property
     def out_of_sight(self) -> Tensor | None:
         """Rows that no later query can see, bool ``[B, H_kv, T]``; ``None`` without a window."""
         if not self._layout.drops_unseen:
             return None
-        return self._layout.out_of_sight(self._stack.shape, self.positions, self._seq_len)
+        return self._layout.out_of_sight(self._arena.shape, self.positions, self._seq_len)
 
     @property
     def absent(self) -> Tensor | None:
@@ -181,8 +181,8 @@ class LayerRows:
 
         Fewer than ``window_size`` if the shortest of the sequences has seen fewer tokens.
         """
-        window = self._stack.window
-        assert window is not None, "no policy of this layer's stack reads queries"
+        window = self._arena.window
+        assert window is not None, "no policy of this layer reads queries"
         size = window.shape[2]
         num = min(size, int(self._seq_len.min()))
         order = (self._seq_len[:, None] - num + np.arange(num)) % size  # [B, W]
@@ -203,7 +203,7 @@ class LayerRows:
             softmax=self._layer.softmax,
             sliding_window=self.sliding_window,
         )
-        return self._span.observed(self._stack, weights_of)
+        return self._span.observed(self._arena, weights_of)
 
     def keep(
         self, keep: Tensor, *, keys: Tensor | None = None, values: Tensor | None = None
@@ -228,7 +228,7 @@ class LayerRows:
             raise ValueError(msg)
         cache = self._cache
         new_keys, new_values = self._replacements(keep, keys, values)
-        kept = self._span.keep(self._stack, keep, new_keys, new_values, self.budget)
+        kept = self._span.keep(self._arena, keep, new_keys, new_values, self.budget)
         where = self.layers, self._slots
         cache.rows[where] = cache.prompt_rows[where] + kept.num_rows
         cache.compacted_at[where] = self._seq_len
@@ -240,7 +240,7 @@ class LayerRows:
     ) -> list[Tensor | None]:
         """Replacements of keys and values in the model's precision, checked."""
         found: list[Tensor | None] = []
-        shape = self._stack.shape
+        shape = self._arena.shape
         like = torch.empty(0, dtype=shape.dtype, device=shape.device)
         for name, given in (("keys", keys), ("values", values)):
             if given is not None:
@@ -278,7 +278,7 @@ class LayerRows:
 
     def _stored(self, slabs: Sequence[Tensor]) -> Tensor:
         """These rows, keys or values, as they are read."""
-        return self._stack.store.decode([self._span.read(slab) for slab in slabs])
+        return self._arena.store.decode([self._span.read(slab) for slab in slabs])
 
     def _note_copy(self, num_bytes: int) -> None:
         self._cache.note_copy(num_bytes)

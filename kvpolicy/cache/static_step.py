@@ -20,7 +20,8 @@ from torch.nn.functional import pad
 from kvpolicy.attention.base import Decode, DecodeLayer
 from kvpolicy.attention.choose import backend_for
 from kvpolicy.attention.draw import SamplingColumns, SamplingNumbers, columns_of, draw
-from kvpolicy.cache.kv_cache import KVCache, LayerCache
+from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.layouts.base import LayerCache
 from kvpolicy.cache.rings import LAST_STATES, StateRing, put_states
 from kvpolicy.devices import upload
 from kvpolicy.errors import KVPolicyError

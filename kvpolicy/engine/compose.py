@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 import torch
 
-from kvpolicy.cache.kv_cache import KVCache, Slab
+from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.shape import Slab
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.bound_plan import BoundPlan
 from kvpolicy.engine.core import Core

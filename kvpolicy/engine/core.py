@@ -47,7 +47,7 @@ class Core:
         pairs = zip(step.sequences, drawn.tokens, strict=True)
         num_new = [seq.take(tokens) for seq, tokens in pairs]
         self.runner.commit(step, output, drawn, num_new)
-        step.steer = step.annotating = None  # which know the step
+        step.steer = step.annotating = None  # they refer to the step
         if step.error is not None:
             for seq in step.sequences:
                 seq.fail(step.error)

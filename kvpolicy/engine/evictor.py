@@ -81,7 +81,7 @@ class Evictor:
         self._extensions = extensions or Extensions()
         self._make_rows = make_rows
         self._bound = bound or [Bound()] * len(cache.layers)
-        on_cpu = all(stack.shape.device.type == "cpu" for stack in cache.stacks)
+        on_cpu = all(arena.shape.device.type == "cpu" for arena in cache.arenas)
         self.call_bytes = _CPU_CALL_BYTES if on_cpu else _GPU_CALL_BYTES
         self.defers = not on_cpu
         self._late: list[LateChecks] = []
@@ -121,8 +121,8 @@ class Evictor:
         if not new or not (self._asked_due or due.any()):
             return
         self._ask_due(due, new, slots)
-        over_budget = self._budgets - cache.num_reserved[:, slots]
-        due &= cache.num_candidates(slots) > over_budget
+        budgets = self._budgets - cache.num_reserved[:, slots]
+        due &= cache.num_candidates(slots) > budgets
         due &= np.array([seq.finish_reason is None for seq in new])
         if not due.any():
             return
@@ -130,7 +130,7 @@ class Evictor:
             self.note_peak(new[index])
         places = [(layer_idx, slots[index]) for layer_idx, index in np.argwhere(due).tolist()]
         cache.drop_unseen(places, self._make_rows)
-        due &= cache.num_candidates(slots) > over_budget
+        due &= cache.num_candidates(slots) > budgets
         for one in self._extensions:
             one.before_eviction(new, due)
         for index in np.flatnonzero(due.any(axis=0)).tolist():
@@ -141,7 +141,7 @@ class Evictor:
                 layer_idx,
                 new[index],
                 self._stacks[layer_idx],
-                int(over_budget[layer_idx, index]),
+                int(budgets[layer_idx, index]),
             )
             for layer_idx, index in np.argwhere(due).tolist()
         )
@@ -245,7 +245,7 @@ class Evictor:
             return due.layer_idx
         layer = self._cache.layers[due.layer_idx]
         alike = layer.softmax.softcap, id(layer.softmax.sinks)
-        return id(layer.stack), id(due.stack), alike
+        return id(layer.arena), id(due.stack), alike
 
     def _most_rows(self, due: DueSlot) -> int:
         """Rows of the fullest KV head that hooks see."""

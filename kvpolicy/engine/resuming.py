@@ -8,7 +8,8 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from kvpolicy.cache.kv_cache import KVCache, Slab
+from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.shape import Slab
 from kvpolicy.cache.slot_contents import copy_slot, fill_slot
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.snapshots.memory_copies import MemoryCopies

@@ -81,7 +81,8 @@ class Runner:
 
     def run(self, step: Step) -> Output:
         """Compute the new tokens of a step; their rows are provisional until `commit`."""
-        if step.is_decode and self.static is not None:
+        if step.is_static:
+            assert self.static is not None, "the scheduler asks for what there is"
             return self._run_static(step, self.static)
         return self._run_eagerly(step)
 

@@ -39,7 +39,7 @@ class Slots:
         self._cache.num_prompt[seq.slot] = len(seq.prompt)
 
     def fill(self, sequences: abc.Iterable[Sequence]) -> None:
-        """Have sequences hold the first slots, which hold what they do already."""
+        """Note that sequences own the first slots, whose rows are there already."""
         self._held = [None] * self._cache.num_slots
         for slot, seq in enumerate(sequences):
             self._assign(seq, slot)

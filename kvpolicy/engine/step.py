@@ -19,7 +19,7 @@ class Step:
     """One forward of the model, or several decode steps whose tokens are read together.
 
     Its rows are provisional: they are facts once `Core.commit` has counted them. An eager step that
-    is not committed leaves no trace; a static one has counted on the device.
+    is not committed leaves no trace; a static one that draws its tokens has counted on the device.
 
     Attributes:
         sequences: The sequences served, ``B``.
@@ -30,8 +30,8 @@ class Step:
             token after them is drawn.
         totals: Tokens of each sequence once its prompt is in.
         is_static: Whether it is a decode step that keeps states itself.
-        repeats: Decode steps that may follow each other before tokens are read.
-        draws: Whether the runner may draw the tokens itself.
+        repeats: Decode steps that follow each other before tokens are read.
+        draws: Whether the runner draws the tokens itself.
         wants_states: Whether somebody reads the last hidden states.
         wants_logits: Whether somebody reads the logits after all new tokens.
         steer: Is asked for changes to the states that enter some layers, in decode steps.

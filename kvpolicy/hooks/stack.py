@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.attention.accumulators import ACCUMULATORS
-from kvpolicy.cache.kv_cache import Slab
 from kvpolicy.cache.rows import HeldRows, LayerRows
+from kvpolicy.cache.shape import Slab
 from kvpolicy.errors import PolicyLoadError
 from kvpolicy.hooks import checks
 from kvpolicy.hooks.declarations import HOOKS, Declarations

@@ -14,7 +14,8 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from kvpolicy.attention.softmax import Softmax
 from kvpolicy.cache.eager_step import EagerStep
-from kvpolicy.cache.kv_cache import KVCache, LayerShape, Rotate, Slab
+from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.shape import LayerShape, Rotate, Slab
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.compat import cache_argument, layer_configs
 from kvpolicy.errors import KVPolicyError, ModelError, error_summary

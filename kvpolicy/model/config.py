@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvpolicy.cache.kv_cache import LayerShape
+from kvpolicy.cache.shape import LayerShape
 from kvpolicy.compat import layer_configs
 from kvpolicy.errors import ModelError
 from kvpolicy.model.rope_types import max_positions

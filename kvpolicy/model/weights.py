@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvpolicy.cache.kv_cache import LayerShape, Rotate
+from kvpolicy.cache.shape import LayerShape, Rotate
 from kvpolicy.errors import ModelError
 from kvpolicy.model.config import attention_module
 from kvpolicy.model.packed import PackedLinear

@@ -91,7 +91,7 @@ def held_rows(run: Run, number: int) -> dict[str, Any] | None:
         return None
     cache, slot = run.cache, seq.slot
     rows = [int(num) for num in cache.rows[:, slot]]
-    heads = [layer.held(slot, layer.stack.positions) for layer in cache.layers]
+    heads = [layer.held(slot, layer.arena.positions) for layer in cache.layers]
     return _counted(heads, rows, int(cache.seq_len[slot]))
 
 

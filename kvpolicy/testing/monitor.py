@@ -464,7 +464,7 @@ class RowsSnapshot:
         rows.keep = self._copy_tracks_and_keep  # type: ignore[method-assign]
 
     def _copy_tracks_and_keep(self, keep: Tensor, **replaced: Tensor | None) -> None:
-        names = self._rows._stack.tracks
+        names = self._rows._arena.tracks
         self._tracks = {name: self._kept_numbers(self._rows.track(name)) for name in names}
         self._keep_rows(keep, **replaced)
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.eager_step import EagerStep
-from kvpolicy.cache.kv_cache import KVCache, LayerShape
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.shape import LayerShape
 from kvpolicy.engine.compaction import DueSlot
 from kvpolicy.engine.eviction.select_rows import CacheView, select_rows
 from kvpolicy.engine.evictor import Evictor

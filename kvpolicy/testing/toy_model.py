@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvpolicy.cache.kv_cache import LayerShape, Rotate
+from kvpolicy.cache.shape import LayerShape, Rotate
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.annotating import annotate_static_rows, annotate_stored_rows

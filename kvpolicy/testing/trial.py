@@ -490,7 +490,7 @@ def _check_cache(cache: KVCache) -> None:
             if num > cache.capacity[layer_idx]:
                 expected = f"at most {cache.capacity[layer_idx]} rows in layer {layer_idx}"
                 raise ConformanceError(clause="budget", expected=expected, came=f"{num} rows")
-            heads = layer.held(slot, layer.stack.positions)
+            heads = layer.held(slot, layer.arena.positions)
             num_filled = int((layer.positions[slot] >= 0).sum())
             if num_filled != sum(map(len, heads)) or not all(map(_is_ordered, heads)):
                 expected = f"{num} positions that rise in layer {layer_idx}, then -1"

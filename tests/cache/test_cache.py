@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from reference import SlabModel
 
 from kvpolicy.cache.eager_step import EagerStep
-from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.shape import LayerShape, Slab
 
 NUM_SLOTS = 3
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 2
@@ -110,8 +111,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def keep_in_several_layers(self, data: st.DataObject) -> None:
         """Compact slots of layers that share their tensors together."""
-        stacks = [layer.stack for layer in self.cache.layers]
-        members = [i for i, stack in enumerate(stacks) if stack is stacks[1]]
+        arenas = [layer.arena for layer in self.cache.layers]
+        members = [i for i, arena in enumerate(arenas) if arena is arenas[1]]
         places = [(i, slot) for i in members for slot in range(NUM_SLOTS) if self.rows(i, slot)]
         if not places:
             return
@@ -138,7 +139,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(layer_idx=st.integers(0, len(SLABS) - 1), more=st.integers(1, 3))
     def grow(self, layer_idx: int, more: int) -> None:
-        """Grow one layer, which leaves its stack, or joins another."""
+        """Grow one layer, which leaves its arena, or joins another."""
         if self.cache.capacity[layer_idx] < 16:
             slabs = [layer.slab for layer in self.cache.layers]
             larger = slabs[layer_idx].capacity + more
@@ -239,9 +240,9 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def layers_of_equal_shape_share_their_tensors(self) -> None:
         kinds = {(layer.shape, layer.slab) for layer in self.cache.layers}
-        assert len(self.cache.stacks) == len(kinds) == len({id(x.stack) for x in self.cache.layers})
+        assert len(self.cache.arenas) == len(kinds) == len({id(x.arena) for x in self.cache.layers})
         for layer in self.cache.layers:
-            assert layer.keys.data_ptr() == layer.stack.keys[layer.first].data_ptr()
+            assert layer.keys.data_ptr() == layer.arena.keys[layer.first].data_ptr()
             assert layer.slab.capacity == layer.keys.shape[2]
 
     @invariant()

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.shape import LayerShape, Slab
 
 HEADS, ROWS, SLOTS = 2, 40, 3
 

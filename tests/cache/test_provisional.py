@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.eager_step import EagerStep
-from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.cache.slot_contents import copy_slot
 
 SHAPE = LayerShape(2, 2, 4, torch.float32, torch.device("cpu"))

@@ -14,8 +14,9 @@ from strategies import seeds
 from torch import Tensor
 
 from kvpolicy.cache.eager_step import EagerStep
-from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.shape import LayerShape, Slab
 
 BUDGET, BUFFER, DIM, NUM_LAYERS = 4, 3, 2, 2
 CAPACITY = BUDGET + BUFFER
@@ -79,11 +80,11 @@ class Sequences:
         for slot, layers in self.rows.items():
             for layer, heads in enumerate(layers):
                 part = self.cache.layers[layer]
-                stack = part.stack
+                arena = part.arena
                 num_rows = int(self.cache.rows[layer, slot])
                 found = [
                     part.held(slot, slab)
-                    for slab in (stack.positions, stack.keys, stack.tracks["mark"])
+                    for slab in (arena.positions, arena.keys, arena.tracks["mark"])
                 ]
                 for head, positions in enumerate(heads):
                     assert found[0][head].tolist() == positions
@@ -235,8 +236,8 @@ def test_a_larger_slab_has_the_rows_of_the_smaller_one(seed: int, by: int) -> No
 
     def held() -> list[Tensor]:
         layer = cache.layers[0]
-        stack = layer.stack
-        slabs = (*stack.store.tensors, stack.positions, *stack.tracks.values())
+        arena = layer.arena
+        slabs = (*arena.store.tensors, arena.positions, *arena.tracks.values())
         return [rows for slab in slabs for rows in layer.held(1, slab)]
 
     before = [rows.clone() for rows in held()]

@@ -17,6 +17,7 @@ from tiny import tiny_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request
+from kvpolicy.cache.arena import Arena
 from kvpolicy.cache.contents import Contents
 from kvpolicy.cache.counts import Counts
 from kvpolicy.cache.eager_step import EagerStep
@@ -26,7 +27,6 @@ from kvpolicy.cache.layouts.compose import layouts_of
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.cache.slot_contents import copy_slot, fill_slot
-from kvpolicy.cache.stack import Stack
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.cache.store import RowStore
 from kvpolicy.errors import KVPolicyError
@@ -138,7 +138,7 @@ class StateContents(Contents):
         return type(self)(self.state.to(device))
 
 
-class StateStack(Stack):
+class StateStack(Arena):
     """A state ``[M]`` of each slot."""
 
     def __init__(self, *given: Any) -> None:
@@ -159,11 +159,11 @@ class States(Layout):
     def fit(self, shape: LayerShape, slab: Slab) -> Slab:
         return Slab(0)
 
-    def new_stack(self, *given: Any) -> Stack:
+    def new_arena(self, *given: Any) -> Arena:
         return StateStack(*given)
 
-    def new_layer(self, index: int, stack: Stack, place: int) -> Layer:
-        return Layer(index, stack, place)
+    def new_layer(self, index: int, arena: Arena, place: int) -> Layer:
+        return Layer(index, arena, place)
 
     def room(self, slots: Sequence[int]) -> np.ndarray:
         return np.full((len(self.layers), len(slots)), PLENTY)
@@ -249,7 +249,8 @@ def test_a_layout_that_no_layer_needs_is_not_imported() -> None:
     """In a process of its own: each plan brings in its own layout, and no other."""
     code = """
 import sys, torch
-from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
+from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.shape import LayerShape, Slab
 def names():
     found = [name.rpartition(".")[2] for name in sys.modules if ".cache.layouts." in name]
     return sorted({"ragged", "window", "prompt_kept"} & set(found))

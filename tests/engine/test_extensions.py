@@ -69,7 +69,7 @@ def test_an_extension_reads_the_tokens_and_the_states_of_every_step(eager: bool)
 class Failing(Extension):
     """Raises at the first selection."""
 
-    def selected(self, one: Compaction) -> None:
+    def selected(self, compaction: Compaction) -> None:
         """Raise."""
         raise ZeroDivisionError
 

@@ -14,7 +14,8 @@ from tiny import greedy_tokens, shared_model, tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request, hookimpl
-from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
+from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.cache.static_step import Continuation, StaticStep
 from kvpolicy.engine.requests.request import Sampling
 from kvpolicy.engine.requests.results import Result

@@ -12,7 +12,8 @@ from torch import Tensor
 from waits import Waits
 
 from kvpolicy import Engine, Plan, hookimpl, installed_policies
-from kvpolicy.cache.kv_cache import KVCache, LayerShape
+from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.shape import LayerShape
 from kvpolicy.engine.compaction import DueSlot
 from kvpolicy.engine.evictor import Evictor
 from kvpolicy.engine.requests.isolation import ErrorScope

@@ -17,7 +17,8 @@ from kvpolicy.attention import eager
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.softmax import PLAIN, Softmax
 from kvpolicy.cache.eager_step import EagerStep
-from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
+from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.model import attention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8

@@ -19,7 +19,8 @@ from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.base import DecodeLayer
 from kvpolicy.attention.torch_backend.backend import FixedShapesBackend
 from kvpolicy.cache import static_step
-from kvpolicy.cache.kv_cache import KVCache, Slab
+from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.shape import Slab
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.requests.request import Sampling
 from kvpolicy.model import static_forward

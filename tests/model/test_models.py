@@ -10,7 +10,8 @@ from transformers import CONFIG_MAPPING
 
 from kvpolicy import Engine, Plan, PolicyCache
 from kvpolicy.cache.eager_step import EagerStep
-from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
+from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.compat import cache_argument
 from kvpolicy.errors import ModelError
 from kvpolicy.model.attention import attention_function

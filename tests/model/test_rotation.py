@@ -12,8 +12,9 @@ from kvpolicy_reasoner.model import load_reasoner
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvpolicy import Engine, Plan, hookimpl
-from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.compat import cache_in
 from kvpolicy.errors import ModelError
 from kvpolicy.model.adapter import ModelAdapter

@@ -192,6 +192,6 @@ def test_heads_of_an_engine_hold_different_numbers_of_rows(stack: list[str]) -> 
     for _ in range(20):
         run.step()
     layer = run.cache.layers[0]
-    counts = [len(of_head) for of_head in layer.held(0, layer.stack.positions)]
+    counts = [len(of_head) for of_head in layer.held(0, layer.arena.positions)]
     assert len(set(counts)) > 1
     assert sum(counts) <= (16 + 4) * len(counts)

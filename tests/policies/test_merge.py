@@ -18,8 +18,9 @@ from tiny import shared_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, load_policy
-from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.state import Memory, SequenceMemory
 from kvpolicy.testing import Trial
 

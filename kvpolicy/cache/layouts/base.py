@@ -22,12 +22,12 @@ from torch import Tensor
 
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.softmax import PLAIN
+from kvpolicy.cache.arena import Arena, SlabArena, slot_index
 from kvpolicy.cache.contents import Contents, LayerContents
 from kvpolicy.cache.counts import Counts
 from kvpolicy.cache.layouts.span import Columns, Entries, Span, read_rows
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
-from kvpolicy.cache.stack import SlabStack, Stack, slot_index
 from kvpolicy.cache.store import RowStore
 
 #: Tokens that a slot takes where nothing is ever due.
@@ -39,21 +39,21 @@ class Layer:
 
     Attributes:
         index: Its number, counted from 0.
-        stack: What this layer and others of its kind hold.
-        first: Place of its first slot in the stack.
+        arena: What this layer and others of its kind hold.
+        first: Place of its first slot in the arena.
         shape: Its shape.
         slab: What it stores for a slot.
         softmax: The softmax that the layer used in its last forward.
         tensors: Everything that belongs to this layer; the first axis is always the slot.
     """
 
-    def __init__(self, index: int, stack: Stack, place: int) -> None:
-        """The layer at a place of a stack."""
-        self.index, self.stack, self.first = index, stack, place * stack.num_slots
-        self.shape, self.slab = stack.shape, stack.slab
+    def __init__(self, index: int, arena: Arena, place: int) -> None:
+        """The layer at a place of an arena."""
+        self.index, self.arena, self.first = index, arena, place * arena.num_slots
+        self.shape, self.slab = arena.shape, arena.slab
         self.softmax = PLAIN
-        self.slots = slice(self.first, self.first + stack.num_slots)
-        self.tensors = [tensor[self.slots] for tensor in stack.tensors]
+        self.slots = slice(self.first, self.first + arena.num_slots)
+        self.tensors = [tensor[self.slots] for tensor in arena.tensors]
 
     @property
     def slides(self) -> bool:
@@ -102,12 +102,12 @@ class Layout(ABC):
         return slab
 
     @abstractmethod
-    def new_stack(self, shape: LayerShape, slab: Slab, num_layers: int, num_slots: int) -> Stack:
+    def new_arena(self, shape: LayerShape, slab: Slab, num_layers: int, num_slots: int) -> Arena:
         """Allocate memory for layers of a shape."""
 
     @abstractmethod
-    def new_layer(self, index: int, stack: Stack, place: int) -> Layer:
-        """The layer at a place of a stack that `new_stack` has made."""
+    def new_layer(self, index: int, arena: Arena, place: int) -> Layer:
+        """The layer at a place of an arena that `new_arena` has made."""
 
     def widen(self, old: Layer, new: Layer) -> None:
         """Copy all that a layer holds to a larger one."""
@@ -196,7 +196,7 @@ class RowLayout(Layout):
     drops_unseen = False
     store: type[RowStore] = RowStore
 
-    _firsts: dict[int, int]  # place in its stack of the first slot of each layer
+    _firsts: dict[int, int]  # place in its arena of the first slot of each layer
 
     def attach(self, layers: Sequence["LayerCache"]) -> None:
         """Take its layers as they are now."""
@@ -206,21 +206,21 @@ class RowLayout(Layout):
     def entries(
         self, layer: "LayerCache", layers: Sequence[int], slots: Sequence[int]
     ) -> "Entries":
-        """Slots, each in a layer of the stack of ``layer``, as entries of a batch."""
+        """Slots, each in a layer of the arena of ``layer``, as entries of a batch."""
         firsts = self._firsts
         places = [firsts[one] + slot for one, slot in zip(layers, slots, strict=True)]
         return Entries(slot_index(places), layer.shape.device)
 
-    def new_stack(self, shape: LayerShape, slab: Slab, num_layers: int, num_slots: int) -> Stack:
+    def new_arena(self, shape: LayerShape, slab: Slab, num_layers: int, num_slots: int) -> Arena:
         """Allocate slabs."""
-        return SlabStack(
+        return SlabArena(
             shape, slab, num_layers, num_slots, self.store, self.empty_tables(shape, slab)
         )
 
-    def new_layer(self, index: int, stack: Stack, place: int) -> "LayerCache":
+    def new_layer(self, index: int, arena: Arena, place: int) -> "LayerCache":
         """The slabs of a layer."""
-        assert isinstance(stack, SlabStack)
-        return LayerCache(index, stack, place, self)
+        assert isinstance(arena, SlabArena)
+        return LayerCache(index, arena, place, self)
 
     def empty_tables(self, shape: LayerShape, slab: Slab) -> dict[str, Tensor]:
         """Tensors by name that each slot has beside its rows, as they are in an empty slot."""
@@ -266,7 +266,7 @@ class RowLayout(Layout):
 
     @abstractmethod
     def all_rows(self, layer: "LayerCache", layers: Sequence[int], slots: Sequence[int]) -> Span:
-        """The rows that some slots hold, each in a layer of one stack, equally many of each."""
+        """The rows that some slots hold, each in a layer of one arena, equally many of each."""
 
     def rows(self, layer: "LayerCache", layers: Sequence[int], slots: Sequence[int]) -> Span:
         """Those of `all_rows` that hooks see, and that a compaction chooses from."""
@@ -323,21 +323,21 @@ class RowLayout(Layout):
     def copy(self, layer: Layer, slot: int, newest: int | None, without: int) -> LayerContents:
         """A copy of the rows of a slot."""
         assert isinstance(layer, LayerCache)
-        counts, stack, place = self.counts, layer.stack, (layer.index, slot)
+        counts, arena, place = self.counts, layer.arena, (layer.index, slot)
         num_rows = int(counts.rows[place]) - without
         held = layer.rows_of(slot)
         every = held.part(0, held.num_rows - without)
         chosen = every if newest is None else every.part(every.num_rows - newest, every.num_rows)
-        keys, values = read_rows(chosen, stack)
+        keys, values = read_rows(chosen, arena)
         seq_len = int(counts.seq_len[slot]) - without
         return LayerContents(
             keys[0].clone(),
             values[0].clone(),
-            chosen.read(stack.positions)[0].clone(),
+            chosen.read(arena.positions)[0].clone(),
             {
                 # Those of older rows have changed, too.
                 name: (every if name in layer.accumulators else chosen).read(track)[0].clone()
-                for name, track in stack.tracks.items()
+                for name, track in arena.tracks.items()
             },
             None if layer.window is None else layer.window[slot, :, :seq_len].clone(),
             int(counts.compacted_at[place]),
@@ -349,16 +349,16 @@ class RowLayout(Layout):
         """Have an empty slot hold a copy of some rows."""
         assert isinstance(layer, LayerCache)
         assert isinstance(contents, LayerContents)
-        place, counts, stack = (layer.index, slot), self.counts, layer.stack
+        place, counts, arena = (layer.index, slot), self.counts, layer.arena
         counts.rows[place] = contents.rows
         counts.compacted_at[place] = contents.compacted_at
         counts.prompt_rows[place] = contents.prompt_rows
         span = self.place(layer, slot, contents)
         for slabs, rows in (
-            (stack.store.keys, layer.store.encode(contents.keys)),
-            (stack.store.values, layer.store.encode(contents.values)),
-            ([stack.positions], [contents.positions]),
-            (stack.tracks.values(), [contents.tracks[name] for name in stack.tracks]),
+            (arena.store.keys, layer.store.encode(contents.keys)),
+            (arena.store.values, layer.store.encode(contents.values)),
+            ([arena.positions], [contents.positions]),
+            (arena.tracks.values(), [contents.tracks[name] for name in arena.tracks]),
         ):
             for slab, one in zip(slabs, rows, strict=True):
                 span.write(slab, one[None])
@@ -453,7 +453,7 @@ class Around(RowLayout):
 
 
 class LayerCache(Layer):
-    """The slabs of one layer, which are views of those of its stack.
+    """The slabs of one layer, which are views of those of its arena.
 
     Attributes:
         layout: How slots hold their rows in it.
@@ -461,23 +461,23 @@ class LayerCache(Layer):
         positions: Position of each row's token in its sequence, ``[S, H_kv, capacity]``.
         tracks: Per-row numbers by name, ``[S, H_kv, capacity]``.
         accumulators: Names of the tracks that attention updates.
-        window: The last queries after RoPE, ``[S, H_q, W, D]``, or ``None``; see `SlabStack`.
+        window: The last queries after RoPE, ``[S, H_q, W, D]``, or ``None``; see `SlabArena`.
         bounds: Where a slot's rows are divided among its heads, the bounds of their segments,
             ``[S, H_kv + 1]``; ``None``: every head has a slab. For kernels that read slabs.
     """
 
-    stack: SlabStack
+    arena: SlabArena
 
-    def __init__(self, index: int, stack: SlabStack, place: int, layout: RowLayout) -> None:
-        """The layer at a place of a stack."""
-        super().__init__(index, stack, place)
+    def __init__(self, index: int, arena: SlabArena, place: int, layout: RowLayout) -> None:
+        """The layer at a place of an arena."""
+        super().__init__(index, arena, place)
         self.layout = layout
-        self.store = stack.store.of_slots(self.slots)
-        self.positions = stack.positions[self.slots]
-        self.tracks = {name: track[self.slots] for name, track in stack.tracks.items()}
+        self.store = arena.store.of_slots(self.slots)
+        self.positions = arena.positions[self.slots]
+        self.tracks = {name: track[self.slots] for name, track in arena.tracks.items()}
         self.accumulators = [name for name in ACCUMULATORS if name in self.tracks]
-        self.window = None if stack.window is None else stack.window[self.slots]
-        bounds = stack.tables.get("bounds")
+        self.window = None if arena.window is None else arena.window[self.slots]
+        bounds = arena.tables.get("bounds")
         self.bounds = None if bounds is None else bounds[self.slots]
 
     @property
@@ -505,7 +505,7 @@ class LayerCache(Layer):
         return self.layout.all_rows(self, [self.index], [slot])
 
     def held(self, slot: int, slab: Tensor) -> list[Tensor]:
-        """The rows of each KV head of a slot in one of the slabs of the stack."""
+        """The rows of each KV head of a slot in one of the slabs of the arena."""
         span = self.rows_of(slot)
         rows = span.read(slab)[0]
         if span.absent is None:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from kvpolicy.attention.base import Compact
 from kvpolicy.attention.choose import backend_for
+from kvpolicy.cache.arena import SlabArena, slot_index
 from kvpolicy.cache.contents import LayerContents
 from kvpolicy.cache.layouts.base import LayerCache, OpenRows, OpenSlabs, RowLayout
 from kvpolicy.cache.layouts.span import Columns, Entries, Kept, Span, taken
 from kvpolicy.cache.layouts.tokens import NewTokens
-from kvpolicy.cache.stack import SlabStack, slot_index
 from kvpolicy.devices import upload
 
 # Makes the kept rows of a slab the first of their entries. Those behind them receive a number, if
@@ -67,7 +67,7 @@ class EvenSpan(Span):
 
     def keep(
         self,
-        stack: SlabStack,
+        arena: SlabArena,
         keep: Tensor,
         keys: Tensor | None,
         values: Tensor | None,
@@ -76,12 +76,12 @@ class EvenSpan(Span):
         """Make the chosen rows the first of these, in place; ``keep`` is ``[B, H_kv, K]``."""
         # An index that is wrong, which may be known only later, must not reach other slots.
         within = keep.clamp(0, self.num_rows - 1)
-        compact = backend_for(keep.device, stack.shape.dtype).compact
+        compact = backend_for(keep.device, arena.shape.dtype).compact
         if compact is None:
-            move = self._by_copy(self.row_index(within, stack.positions))
+            move = self._by_copy(self.row_index(within, arena.positions))
         else:
             move = self._in_place(within, compact)
-        store, most = stack.store, 0
+        store, most = arena.store, 0
         for slabs, replacement in ((store.keys, keys), (store.values, values)):
             if replacement is None:
                 most = max(most, *(move(slab, None) for slab in slabs))
@@ -89,8 +89,8 @@ class EvenSpan(Span):
                 for slab, rows in zip(slabs, store.encode(replacement), strict=True):
                     self.put(slab, 0, rows)
                     most = max(most, rows.nbytes)
-        most = max(most, move(stack.positions, -1))
-        for track in stack.tracks.values():
+        most = max(most, move(arena.positions, -1))
+        for track in arena.tracks.values():
             most = max(most, move(track, 0))
         return Kept(keep.shape[2], most)
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.cache.arena import SlabArena
 from kvpolicy.cache.layouts.base import Around, LayerCache
 from kvpolicy.cache.layouts.even import EvenSpan
 from kvpolicy.cache.layouts.span import Entries, Span, taken
-from kvpolicy.cache.stack import SlabStack
 from kvpolicy.devices import upload
 
 
@@ -75,9 +75,9 @@ class PromptKept(Around):
 class RowsBehind(EvenSpan):
     """Rows behind prompts of equal length."""
 
-    def observed(self, stack: SlabStack, weights_of: Callable[..., Tensor]) -> Tensor:
+    def observed(self, arena: SlabArena, weights_of: Callable[..., Tensor]) -> Tensor:
         """Rows of a prompt have a share of the softmax, too, and are then left out."""
-        return self._behind(_all_weights(self.entries, stack, self._num_all, weights_of))
+        return self._behind(_all_weights(self.entries, arena, self._num_all, weights_of))
 
     @property
     def _num_all(self) -> int:
@@ -130,12 +130,12 @@ class UnequalRows(RowsBehind):
 
 
 def _all_weights(
-    entries: Entries, stack: SlabStack, num_rows: int, weights_of: Callable[..., Tensor]
+    entries: Entries, arena: SlabArena, num_rows: int, weights_of: Callable[..., Tensor]
 ) -> Tensor:
     """Weights of the first rows of entries, those of prompts included."""
-    store = stack.store
+    store = arena.store
     keys = store.decode([entries.of(one[:, :, :num_rows]) for one in store.keys])
-    positions = entries.of(stack.positions[:, :, :num_rows])
+    positions = entries.of(arena.positions[:, :, :num_rows])
     # What is behind the rows of an entry is seen by no query.
     unseen = torch.iinfo(positions.dtype).max
     return weights_of(keys, positions.masked_fill(positions < 0, unseen))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.cache.arena import SlabArena, slot_index
 from kvpolicy.cache.contents import LayerContents
 from kvpolicy.cache.counts import Counts
 from kvpolicy.cache.layouts.base import LayerCache, OpenRows, OpenSlabs, RowLayout
@@ -26,7 +27,6 @@ from kvpolicy.cache.layouts.segments import (
 from kvpolicy.cache.layouts.span import Columns, Entries, Kept, Span, read_rows, taken
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
-from kvpolicy.cache.stack import SlabStack, slot_index
 from kvpolicy.devices import Download, upload
 
 
@@ -158,7 +158,7 @@ class RaggedSpan(Span):
         self.entries, self.num_rows = entries, num_rows
         self._layout, self._where = layout, where
         self._capacity = layer.slab.capacity
-        self._find(entries.of(layer.stack.tables["bounds"]), mean_rows)
+        self._find(entries.of(layer.arena.tables["bounds"]), mean_rows)
 
     @property
     def absent(self) -> Tensor:
@@ -189,14 +189,14 @@ class RaggedSpan(Span):
         wider.scatter_(1, index, rows.to(slab.dtype).flatten(1, 2))
         slab[self.entries.index] = wider[:, :size].view(-1, *slab.shape[1:])
 
-    def observed(self, stack: SlabStack, weights_of: Callable[..., Tensor]) -> Tensor:
+    def observed(self, arena: SlabArena, weights_of: Callable[..., Tensor]) -> Tensor:
         """Attention weights of these rows."""
-        keys, _ = read_rows(self, stack)
-        return weights_of(keys, self.read(stack.positions), present=self.present)
+        keys, _ = read_rows(self, arena)
+        return weights_of(keys, self.read(arena.positions), present=self.present)
 
     def keep(
         self,
-        stack: SlabStack,
+        arena: SlabArena,
         keep: Tensor,
         keys: Tensor | None,
         values: Tensor | None,
@@ -220,11 +220,11 @@ class RaggedSpan(Span):
         targets = torch.where(mask, targets, size).flatten(1)
         own = torch.arange(size + 1, device=keep.device).expand(len(mask), -1)
         sources = own.scatter(1, targets, self._places.flatten(1))[:, :size]
-        moved_from = self._index(stack.positions, sources)
+        moved_from = self._index(arena.positions, sources)
         filled = torch.zeros_like(own, dtype=torch.bool).scatter_(1, targets, True)[:, :size]
         columns = torch.arange(mask[0].numel(), device=keep.device).expand(len(mask), -1)
         column = torch.zeros_like(own).scatter(1, targets, columns)[:, :size]
-        most, store = 0, stack.store
+        most, store = 0, arena.store
         for slabs, replacement in ((store.keys, keys), (store.values, values)):
             given = [None] * len(slabs) if replacement is None else store.encode(replacement)
             for slab, rows in zip(slabs, given, strict=True):
@@ -234,10 +234,10 @@ class RaggedSpan(Span):
                     new = rows.flatten(1, 2).gather(1, index)
                     moved = torch.where(filled[..., None], new, moved)
                 most = max(most, self._put(slab, moved))
-        for slab, empty in [(stack.positions, -1), *((one, 0) for one in stack.tracks.values())]:
+        for slab, empty in [(arena.positions, -1), *((one, 0) for one in arena.tracks.values())]:
             moved = taken(slab, moved_from).masked_fill_(~filled, empty)
             most = max(most, self._put(slab, moved))
-        most = max(most, self._put(stack.tables["bounds"], bounds))
+        most = max(most, self._put(arena.tables["bounds"], bounds))
         self._layout.note_leads(*self._where, counts.amax(dim=1) - num_kept)
         self._find(bounds, num_kept)
         return Kept(num_kept, most)
@@ -260,7 +260,7 @@ class RaggedSpan(Span):
         return pools.view(-1, *[1] * (places.dim() - 1)) + places
 
     def _put(self, tensor: Tensor, contents: Tensor) -> int:
-        """Replace all that these entries have in a tensor of the stack; the bytes of that."""
+        """Replace all that these entries have in a tensor of the arena; the bytes of that."""
         tensor[self.entries.index] = contents.view(-1, *tensor.shape[1:])
         return contents.nbytes
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.stack import SlabStack
+from kvpolicy.cache.arena import SlabArena
 from kvpolicy.devices import upload
 
 
@@ -16,7 +16,7 @@ class Entries:
     """Slots, each in a layer, as entries of a batch.
 
     Attributes:
-        places: Their places in the stack, ``[B]``.
+        places: Their places in the arena, ``[B]``.
         index: The same as an index; a slice if they are in equal steps, so that it gives views.
     """
 
@@ -32,7 +32,7 @@ class Entries:
         return len(self.places)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These entries of a tensor of the stack."""
+        """These entries of a tensor of the arena."""
         if isinstance(self.index, slice):
             return tensor[self.index]
         return tensor.index_select(0, self.index)
@@ -73,16 +73,16 @@ class Span(ABC):
 
     @abstractmethod
     def read(self, slab: Tensor) -> Tensor:
-        """These rows of a slab of the stack, ``[B, H_kv, T, ...]``; 0 where a row is absent."""
+        """These rows of a slab of the arena, ``[B, H_kv, T, ...]``; 0 where a row is absent."""
 
     @abstractmethod
     def write(self, slab: Tensor, rows: Tensor) -> None:
-        """Replace these rows of a slab of the stack."""
+        """Replace these rows of a slab of the arena."""
 
     @abstractmethod
     def keep(
         self,
-        stack: SlabStack,
+        arena: SlabArena,
         keep: Tensor,
         keys: Tensor | None,
         values: Tensor | None,
@@ -91,23 +91,23 @@ class Span(ABC):
         """Evict all rows but the chosen ones, in place.
 
         Args:
-            stack: The slabs.
+            arena: The slabs.
             keep: Rows that stay, int64 ``[B, H_kv, K]``, rising, or bool ``[B, H_kv, T]``.
             keys: Replaces their keys, in the columns of ``keep``; ``None``: they stay.
             values: Replaces their values, likewise.
             budget: Rows that may stay.
         """
 
-    def observed(self, stack: SlabStack, weights_of: Callable[..., Tensor]) -> Tensor:
+    def observed(self, arena: SlabArena, weights_of: Callable[..., Tensor]) -> Tensor:
         """Attention weights of these rows, ``[B, H_q, W, T]``.
 
         Args:
-            stack: The slabs.
+            arena: The slabs.
             weights_of: Gives the weights of keys ``[B, H_kv, N, D]`` at positions
                 ``[B, H_kv, N]``, and takes ``present``, bool likewise: those that there are.
         """
-        keys, _ = read_rows(self, stack)
-        return weights_of(keys, self.read(stack.positions))
+        keys, _ = read_rows(self, arena)
+        return weights_of(keys, self.read(arena.positions))
 
 
 @attrs.frozen(eq=False)
@@ -130,10 +130,10 @@ def taken(slab: Tensor, index: Tensor) -> Tensor:
     return rows.reshape(*index.shape, *slab.shape[3:])
 
 
-def read_rows(span: Span, stack: SlabStack) -> tuple[Tensor, Tensor]:
+def read_rows(span: Span, arena: SlabArena) -> tuple[Tensor, Tensor]:
     """Keys and values of a span, ``[B, H_kv, T, D]``."""
     keys, values = (
-        stack.store.decode([span.read(one) for one in side])
-        for side in (stack.store.keys, stack.store.values)
+        arena.store.decode([span.read(one) for one in side])
+        for side in (arena.store.keys, arena.store.values)
     )
     return keys, values

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.cache.arena import Arena, SlabArena, slot_index
 from kvpolicy.cache.contents import LayerContents
 from kvpolicy.cache.counts import Counts
 from kvpolicy.cache.layouts.base import Around, LayerCache, Layout, OpenRows, RowLayout
@@ -22,12 +23,11 @@ from kvpolicy.cache.layouts.even import EvenSpan, OpenEven
 from kvpolicy.cache.layouts.span import Columns, Entries, Kept, Span, taken
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
-from kvpolicy.cache.stack import SlabStack, Stack, slot_index
 from kvpolicy.cache.store import RowStore
 from kvpolicy.devices import upload
 
 
-class StagedStack(SlabStack):
+class StagedArena(SlabArena):
     """Slabs, and the staging area of their layers.
 
     Attributes:
@@ -45,7 +45,7 @@ class StagedStack(SlabStack):
         super().__init__(shape, slab, num_layers, num_slots, store)
         assert slab.staging is not None, "these layers have a staging area"
         lanes = Slab(slab.staging.rows, tracks=slab.tracks)
-        self.staging = SlabStack(shape, lanes, num_layers, slab.staging.num_prompts, store)
+        self.staging = SlabArena(shape, lanes, num_layers, slab.staging.num_prompts, store)
 
     @property
     def num_bytes(self) -> int:
@@ -75,9 +75,9 @@ class Staged(Around):
         """What the layout knows of the slots."""
         return [*super().numbers, self._lane]
 
-    def new_stack(self, shape: LayerShape, slab: Slab, num_layers: int, num_slots: int) -> Stack:
+    def new_arena(self, shape: LayerShape, slab: Slab, num_layers: int, num_slots: int) -> Arena:
         """Allocate slabs and the staging area."""
-        return StagedStack(shape, slab, num_layers, num_slots, self.store)
+        return StagedArena(shape, slab, num_layers, num_slots, self.store)
 
     def widen_rows(self, old: LayerCache, new: LayerCache) -> None:
         """Copy rows to larger slabs."""
@@ -168,11 +168,11 @@ class Staged(Around):
         if not num_beside.any():
             return self.inner.columns(layer, slots)
         lanes = self._lanes([layer.index] * len(rows), slots)
-        beside, stack = Beside(lanes, num_beside), _stack_of(layer)
+        beside, arena = Beside(lanes, num_beside), _arena_of(layer)
         present = upload(np.arange(int(rows.max())) < rows[:, None], layer.shape.device)
 
         def read(slab: Tensor) -> Tensor:
-            return beside.joined(slab[slot_index(slots)], stack.beside(slab, layer))
+            return beside.joined(slab[slot_index(slots)], arena.beside(slab, layer))
 
         return Columns(read, present[:, None])
 
@@ -180,7 +180,7 @@ class Staged(Around):
         self, layer: LayerCache, layers: Sequence[int], slots: Sequence[int], num_rows: int
     ) -> Span:
         entries, lanes = self.entries(layer, layers, slots), self._lanes(layers, slots)
-        return StagedSpan(entries, lanes, _stack_of(layer), 0, num_rows)
+        return StagedSpan(entries, lanes, _arena_of(layer), 0, num_rows)
 
     def _take_lanes(
         self, slots: Sequence[int] | np.ndarray, needed: Sequence[bool] | np.ndarray
@@ -196,7 +196,7 @@ class Staged(Around):
                 lane[slot] = free.pop(0)
 
     def _lanes(self, layers: Sequence[int], slots: Sequence[int] | np.ndarray) -> list[int]:
-        """Places of the lanes of slots in the staging area, each in a layer of a stack, ``[B]``.
+        """Places of the lanes of slots in the staging area, each in a layer of an arena, ``[B]``.
 
         Those of slots without a lane are of no meaning.
         """
@@ -206,9 +206,9 @@ class Staged(Around):
         return places
 
 
-def _stack_of(layer: LayerCache) -> StagedStack:
-    assert isinstance(layer.stack, StagedStack), "this layer has a staging area"
-    return layer.stack
+def _arena_of(layer: LayerCache) -> StagedArena:
+    assert isinstance(layer.arena, StagedArena), "this layer has a staging area"
+    return layer.arena
 
 
 @attrs.frozen(eq=False)
@@ -249,11 +249,11 @@ class StagedSpan(Span):
     """Equally many rows of each entry, the last of them beside its slab."""
 
     def __init__(
-        self, entries: Entries, lanes: list[int], stack: StagedStack, first: int, end: int
+        self, entries: Entries, lanes: list[int], arena: StagedArena, first: int, end: int
     ) -> None:
         """Take entries, the places of their lanes, and which rows of each."""
         self.entries, self.num_rows = entries, end - first
-        self._stack, self._first, self._capacity = stack, first, stack.slab.capacity
+        self._arena, self._first, self._capacity = arena, first, arena.slab.capacity
         self._beside = Beside(lanes, np.full(len(lanes), end - self._capacity))
 
     def part(self, first: int, end: int) -> Span:
@@ -261,7 +261,7 @@ class StagedSpan(Span):
         if self._first + end <= self._capacity:
             return EvenSpan(self.entries, end - first, self._first + first)
         where = self._first + first, self._first + end
-        return StagedSpan(self.entries, self._beside.lanes, self._stack, *where)
+        return StagedSpan(self.entries, self._beside.lanes, self._arena, *where)
 
     def read(self, slab: Tensor) -> Tensor:
         """These rows, a copy."""
@@ -273,12 +273,12 @@ class StagedSpan(Span):
         slab[self.entries.index, :, self._first : self._first + num_own] = rows[:, :, :num_own]
         first = max(self._first - self._capacity, 0)
         places = slice(first, first + self.num_rows - num_own)
-        area, lanes = self._stack.beside(slab), slot_index(self._beside.lanes)
+        area, lanes = self._arena.beside(slab), slot_index(self._beside.lanes)
         area[lanes, :, places] = rows[:, :, num_own:].to(slab.dtype)
 
     def keep(
         self,
-        stack: SlabStack,
+        arena: SlabArena,
         keep: Tensor,
         keys: Tensor | None,
         values: Tensor | None,
@@ -288,7 +288,7 @@ class StagedSpan(Span):
         # An index that is wrong, which may be known only later, must not reach other slots.
         within, num_kept = keep.clamp(0, self.num_rows - 1), keep.shape[2]
         # As many entries at a time as a layer has lanes: else several layers are one large copy.
-        num, store, most = self._stack.staging.num_slots, stack.store, 0
+        num, store, most = self._arena.staging.num_slots, arena.store, 0
         pieces = [slice(start, start + num) for start in range(0, len(keep), num)]
 
         def put(slab: Tensor, rows: Tensor, piece: slice) -> None:
@@ -311,14 +311,14 @@ class StagedSpan(Span):
                 for slab, rows in zip(slabs, store.encode(replacement), strict=True):
                     put(slab, rows, slice(None))
                     most = max(most, rows.nbytes)
-        for slab, empty in ((stack.positions, -1), *((one, 0) for one in stack.tracks.values())):
+        for slab, empty in ((arena.positions, -1), *((one, 0) for one in arena.tracks.values())):
             most = max(most, move(slab))
             slab[self.entries.index, :, num_kept:] = empty
         return Kept(num_kept, most)
 
     def _joined(self, slab: Tensor, piece: slice) -> Tensor:
         """These rows of some of the entries."""
-        own, area = slab[self.entries.places[piece]], self._stack.beside(slab)
+        own, area = slab[self.entries.places[piece]], self._arena.beside(slab)
         return self._beside.of(piece).joined(own, area)[:, :, self._first :]
 
 
@@ -343,7 +343,7 @@ class OpenStaged(OpenEven):
             counts: Those of the cache.
         """
         super().__init__(layer, tokens, before)
-        self._stack, self._beside, self._counts = _stack_of(layer), beside, counts
+        self._arena, self._beside, self._counts = _arena_of(layer), beside, counts
         self._capacity = layer.slab.capacity
         sequences, _ = np.nonzero(tokens.is_real)
         rows = before[sequences] + tokens.token[tokens.is_real]
@@ -379,7 +379,7 @@ class OpenStaged(OpenEven):
         self._area(track)[lanes, :, places] += received[entries, :, self._capacity :]
 
     def _area(self, slab: Tensor) -> Tensor:
-        return self._stack.beside(slab, self.layer)
+        return self._arena.beside(slab, self.layer)
 
 
 def _places(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.stack import slot_index
+from kvpolicy.cache.arena import slot_index
 
 _T = TypeVar("_T")
 

@@ -72,7 +72,7 @@ class Window(Even):
             held = layer.rows_of(slot)
             staying = torch.arange(num, held.num_rows, device=layer.shape.device)
             staying = staying.expand(1, layer.shape.num_kv_heads, -1)
-            kept = held.keep(layer.stack, staying, None, None, None)
+            kept = held.keep(layer.arena, staying, None, None, None)
             self.counts.note_copy(kept.copied_bytes)
             self.counts.drop_first(layer.index, [slot], num)
 

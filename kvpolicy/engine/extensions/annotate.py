@@ -153,11 +153,11 @@ class Annotate(Extension):
         # A slab that is shorter than the ring has dropped the first of these rows.
         num_held = min(len(states), num_rows)
         seq_len = int(cache.seq_len[slot])
-        device, stack = layer.shape.device, layer.stack
+        device, arena = layer.shape.device, layer.arena
         rows = layer.rows_of(slot)
         newest = rows.part(rows.num_rows - num_held, rows.num_rows)
         with self._timings.time("annotate_s", device):
-            (keys,), (values,) = read_rows(newest, stack)
+            (keys,), (values,) = read_rows(newest, arena)
             annotations = self._ask_policies(
                 layer_idx,
                 False,
@@ -167,7 +167,7 @@ class Annotate(Extension):
                 torch.arange(seq_len - num_held, seq_len, device=device),
             )
             for name, numbers in annotations.items():
-                newest.write(stack.tracks[name], numbers.T[None])
+                newest.write(arena.tracks[name], numbers.T[None])
 
     def _ask_in_prefill(
         self, step: Step, layer_idx: int, *tokens: Tensor

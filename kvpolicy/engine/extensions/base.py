@@ -139,7 +139,7 @@ class Extension:
         """Arguments of `score` that it supplies for the slots of a call, by name."""
         return {}
 
-    def selected(self, one: Compaction) -> None:
+    def selected(self, compaction: Compaction) -> None:
         """A selection was made; its rows leave next.
 
         Where a hook then fails for other sequences of the call, the selection of those that go on

@@ -8,7 +8,9 @@ import attrs
 import torch
 from transformers import PreTrainedModel
 
-from kvpolicy.cache.kv_cache import KVCache, LayerCache, LayerShape, Slab
+from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.layouts.base import LayerCache
+from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.engine.bound_plan import DEFAULT_MAX_TOKENS
 from kvpolicy.engine.compose import slot_bytes
 from kvpolicy.engine.memory.layers import check_layers

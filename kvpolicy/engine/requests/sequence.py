@@ -36,7 +36,7 @@ class Sequence:
         num_before: Tokens of the answer that are those of a resumed snapshot.
         num_earlier: Tokens of the prompt that are.
         began_at: Tokens that it had seen when it went on from what another has left; 0: it began.
-        prompt_before: Of those, the tokens before the answer that they ended with.
+        prompt_before: Of these tokens, how many came before their last answer.
         memory: What policies remember of it.
         num_observed: Tokens that policies were shown by `observe`.
         num_annotated: Tokens whose rows were annotated, in layers that are annotated after decode

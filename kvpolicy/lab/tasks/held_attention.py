@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from kvpolicy.attention.draw import NO_TOKEN
 from kvpolicy.attention.softmax import Softmax
-from kvpolicy.cache.kv_cache import KVCache, LayerCache
+from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.layouts.base import LayerCache
 from kvpolicy.cache.slot_contents import LayerContents
 from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.requests.request import Request
@@ -236,7 +237,7 @@ class _HeldRows:
     def _note_layer(self, index: int, cache: KVCache, slot: int, newest: int) -> None:
         layer, num_counted = cache.layers[index], int(cache.seq_len[slot])
         gone_at = _padded(self.gone_at[index], newest + 1)
-        for head, positions in enumerate(layer.held(slot, layer.stack.positions)):
+        for head, positions in enumerate(layer.held(slot, layer.arena.positions)):
             absent = torch.ones(newest + 1, dtype=torch.bool, device=positions.device)
             absent[positions] = False
             absent[num_counted:] = False  # stored by this forward, which is not committed yet

@@ -10,8 +10,9 @@ from tiny import shared_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, Request, hookimpl
-from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.engine.engine import Run
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.errors import HookResultError

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from kvpolicy import Engine, Lookahead, Plan, PolicyCache, Request, hookimpl, observed_weights
 from kvpolicy.cache.eager_step import EagerStep
-from kvpolicy.cache.kv_cache import KVCache, Slab
+from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.shape import Slab
 from kvpolicy.engine.extensions.lookahead import LookaheadQueries
 from kvpolicy.engine.tracing import recording
 from kvpolicy.errors import HookError, HookResultError, PolicyLoadError

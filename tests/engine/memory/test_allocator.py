@@ -8,8 +8,9 @@ from tiny import tiny_model
 
 from kvpolicy import Engine, Plan
 from kvpolicy.cache.eager_step import EagerStep
-from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.shape import LayerShape, Slab
 
 SHAPE = LayerShape(8, 4, 32, torch.float32, torch.device("cpu"))
 
@@ -58,7 +59,7 @@ def test_a_cache_that_grows_frees_one_stack_before_it_allocates_the_next():
 
     def grown() -> KVCache:
         cache = KVCache(shapes, [Slab(320)] * 2, 4)
-        before = [stack.num_bytes for stack in cache.stacks]
+        before = [arena.num_bytes for arena in cache.arenas]
         cache.grow([Slab(400)] * 2)
         sizes.extend((max(before), cache.num_bytes, cache.transient_bytes))
         return cache

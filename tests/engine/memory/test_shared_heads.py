@@ -278,7 +278,7 @@ def test_a_policy_that_evicts_gets_the_mask_and_tracks_move_with_their_rows() ->
     cache = run.cache
     for slot in (0, 1):
         layer = cache.layers[0]
-        times = layer.held(slot, layer.stack.tracks["times"])
+        times = layer.held(slot, layer.arena.tracks["times"])
         newest = int(cache.seq_len[slot] - cache.compacted_at[0, slot])
         for of_head in times:  # rows that have come since the last compaction are 0
             assert (of_head[len(of_head) - newest :] == 0).all()

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpolicy.cache.kv_cache import KVCache, LayerShape, Slab
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
+from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.engine.engine import Engine
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.bench.models import SHAPES, random_model

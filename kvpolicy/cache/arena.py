@@ -22,16 +22,16 @@ def slot_index(slots: Sequence[int]) -> slice | list[int]:
     return slice(first, last + 1, step) if list(slots) == list(evenly) else list(slots)
 
 
-class Stack(ABC):
+class Arena(ABC):
     """What layers of equal kind hold, in one tensor for all of them or in several.
 
     Layers and slots share the first axis, so that a compaction can treat the slots of several
-    layers as a batch: layer ``i`` of the stack has its slots at ``[i * S, (i + 1) * S)``.
+    layers as a batch: layer ``i`` of the arena has its slots at ``[i * S, (i + 1) * S)``.
 
     Attributes:
         shape: Shape of each layer.
         slab: What each layer stores for a slot.
-        num_layers: Layers of the stack.
+        num_layers: Layers of the arena.
         num_slots: Slots, ``S``.
     """
 
@@ -73,7 +73,7 @@ class Stack(ABC):
         return tensor[slot :: self.num_slots]
 
 
-class SlabStack(Stack):
+class SlabArena(Arena):
     """The slabs of layers of equal shape.
 
     Attributes:
@@ -100,7 +100,7 @@ class SlabStack(Stack):
         Args:
             shape: Shape of each layer.
             slab: What each layer stores for a slot.
-            num_layers: Layers of the stack.
+            num_layers: Layers of the arena.
             num_slots: Slots.
             store: The form in which rows are stored.
             empty: The tables of an empty slot, by name.
