@@ -329,12 +329,15 @@ def test_memory_is_slots_and_one_staging_area_known_beforehand(
     assert run.report.peak_kv_bytes <= found.num_bytes + found.copied_bytes
 
 
-def test_copies_are_bounded_by_lanes_however_many_prompts_and_layers_there_are() -> None:
-    model = shared_model("llama", num_layers=8)
-    plan = Plan.uniform("streaming", budget=24, buffer=8, prefill_buffer=100)
-    found = footprint(plan, model, slots=8, longest=160, max_tokens_per_forward=100)
-    engine = Engine(model, plan=plan, slots=8, chunk=10, max_tokens_per_forward=100)
-    run = engine.generate(requests(random_prompts(150, *[20] * 7, 150, 20), 10))
+@pytest.mark.parametrize(("num_layers", "chunk"), [(8, 512), (1, 40)])
+def test_copies_are_bounded_by_lanes_however_many_prompts_and_layers_there_are(
+    num_layers: int, chunk: int
+) -> None:
+    model = shared_model("llama", num_layers=num_layers)
+    plan = Plan.uniform("streaming", budget=24, buffer=8, prefill_buffer=300)
+    found = footprint(plan, model, slots=8, longest=160, max_tokens_per_forward=400)
+    engine = Engine(model, plan=plan, slots=8, chunk=chunk, max_tokens_per_forward=400)
+    run = engine.generate(requests(random_prompts(150, *[30] * 7), 2))
     run.results()
     assert found.num_staged == 1
     assert run.cache.transient_bytes <= found.copied_bytes
