@@ -81,7 +81,10 @@ class Extension:
         """Sequences that enter together have been given empty slots; these may be filled."""
 
     def pending_states(self, seq: Sequence) -> Tensor | None:
-        """A copy of the states of a sequence that wait for policies, if any, ``[N, M]``."""
+        """A sequence is copied out of its slot next: a copy of its states that wait for policies.
+
+        They are ``[N, M]``; ``None``: there are none. What waits may be given to policies instead.
+        """
         return None
 
     def resumed(self, seq: Sequence, states: Tensor | None) -> None:
