@@ -184,8 +184,9 @@ def steer(
 ) -> Tensor | None:
     """Change the hidden states that enter one layer.
 
-    Called in every decode step, for each layer whose stack implements it. The answers are
-    added up. The code must be pure tensor work: no ``.item()``, no branches on values.
+    Called in every decode step, in the layers that the policy declares in the class attribute
+    ``steers``, without it in all that it serves. The answers are added up. The code must be pure
+    tensor work: no ``.item()``, no branches on values.
 
     Args:
         layer_idx: Decoder layer, counted from 0.

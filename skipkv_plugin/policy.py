@@ -215,24 +215,14 @@ class SkipKV:
             late_similarities=self.late_similarities,
         )
 
-    @hookimpl
+    @hookimpl(when="vector")
     def steer(
-        self,
-        layer_idx: int,
-        hidden_states: Tensor,
-        token_ids: Tensor,
-        tokenizer: Any,
-        registers: Registers,
-    ) -> Tensor | None:
+        self, hidden_states: Tensor, token_ids: Tensor, tokenizer: Any, registers: Registers
+    ) -> Tensor:
         """Add the vector at the end of a paragraph of thinking (section 4.2)."""
-        if self._direction is None:
-            return None
-        # Called in every layer, so a vector of another model is always an error.
-        vector = self._direction.entering(hidden_states)
-        if layer_idx != self._direction.layer:
-            return None
+        assert self._direction is not None
         return steering_change(
-            vector,
+            self._direction.entering(hidden_states),
             self._paragraphs(tokenizer, hidden_states.device),
             hidden_states,
             token_ids,

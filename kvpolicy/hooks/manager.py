@@ -100,6 +100,7 @@ class HookManager:
         layer_idx: int | None,
         check: Check,
         *,
+        impls: Sequence[pluggy.HookImpl] | None = None,
         optional: bool = False,
         late: LateChecks | None = None,
         **arguments: Any,
@@ -110,6 +111,7 @@ class HookManager:
             hook: Name of the hook.
             layer_idx: The layer, for hooks that are called per layer.
             check: Returns what is wrong with an answer, or ``None``.
+            impls: The implementations to call, in calling order; ``None``: all.
             optional: Whether ``None`` is a valid answer.
             late: Keeps the answer for a later check of its values; ``None``: they are checked now.
             arguments: Arguments that policies may name.
@@ -120,7 +122,8 @@ class HookManager:
         """
         if layer_idx is not None:
             arguments["layer_idx"] = layer_idx
-        call = HookCall(self._impls[hook], arguments, hook in FIRST_RESULT, self._timed)
+        called = self._impls[hook] if impls is None else impls
+        call = HookCall(called, arguments, hook in FIRST_RESULT, self._timed)
         if self._listener is None:
             return self._checked(hook, layer_idx, call, check, optional, late)
         ask = partial(self._checked, hook, layer_idx, call, check, optional, late)

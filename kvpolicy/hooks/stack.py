@@ -305,7 +305,15 @@ class Stack:
 
     def is_steered(self, layer_idx: int) -> bool:
         """Whether a policy steers this layer."""
-        return any(layers is None or layer_idx in layers for _, layers in self.steering)
+        return any(stack._steering(layer_idx) for stack in self._stacks)
+
+    def _steering(self, layer_idx: int) -> list[pluggy.HookImpl]:
+        """Own implementations of `steer` that are called in a layer."""
+        return [
+            impl
+            for impl in self._manager.impls("steer")
+            if (layers := self._declared_of(impl).steers) is None or layer_idx in layers
+        ]
 
     @cached_property
     def annotated_in_step(self) -> tuple[str, ...]:
@@ -448,11 +456,15 @@ class Stack:
         """Sum of all changes to the states that enter a layer, ``[B, M]``, or ``None``."""
         check = _each(lambda answer: checks.steer_problem(answer, hidden_states))
         changes: list[Tensor] = []
-        for stack in self._stacks_with("steer"):
+        for stack in self._stacks:
+            impls = stack._steering(layer_idx)
+            if not impls:
+                continue
             changes += stack._manager.ask(
                 "steer",
                 layer_idx,
                 check,
+                impls=impls,
                 hidden_states=hidden_states,
                 token_ids=token_ids,
                 tokenizer=tokenizer,

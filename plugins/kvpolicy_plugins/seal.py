@@ -99,20 +99,11 @@ class Seal:
 
     @hookimpl
     def steer(
-        self,
-        layer_idx: int,
-        hidden_states: Tensor,
-        token_ids: Tensor,
-        tokenizer: Any,
-        registers: Registers,
-    ) -> Tensor | None:
+        self, hidden_states: Tensor, token_ids: Tensor, tokenizer: Any, registers: Registers
+    ) -> Tensor:
         """Add the vector to sequences whose paragraph has just ended."""
-        # Called in every layer, so a vector of another model is always an error.
-        vector = self._direction.entering(hidden_states)
-        if layer_idx != self._direction.layer:
-            return None
         return steering_change(
-            vector,
+            self._direction.entering(hidden_states),
             self._paragraphs(tokenizer, hidden_states.device),
             hidden_states,
             token_ids,

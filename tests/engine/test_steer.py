@@ -1,5 +1,8 @@
 """Steering adds the sum of all policies' changes to a layer's input, in decode steps only."""
 
+from collections.abc import Generator
+from typing import Any
+
 import attrs
 import pytest
 import torch
@@ -9,8 +12,9 @@ from tiny import greedy_tokens, shared_model, tiny_model
 from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy.hooks.stack import Stack
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
-from kvpolicy.state import Memory
+from kvpolicy.state import Memory, Parts
 
 HIDDEN = 32
 DOUBLE = {"dtype": torch.float64}
@@ -151,3 +155,78 @@ def test_steering_does_not_depend_on_other_sequences(slots: int) -> None:
     for prompt, result in zip(prompts, batch, strict=True):
         (alone,) = engine.generate([prompt], max_new_tokens=9).results()
         assert result.tokens == alone.tokens
+
+
+@attrs.define(eq=False)
+class PushesSomeLayers:
+    """Adds 1 to what enters the layers that it declares; notes where it is called."""
+
+    steers: tuple[int, ...] | None
+    calls: list[int] = attrs.field(factory=list)
+
+    @hookimpl
+    def steer(self, layer_idx: int, hidden_states: Tensor) -> Tensor:
+        self.calls.append(layer_idx)
+        return torch.ones_like(hidden_states)
+
+
+@attrs.define(eq=False)
+class ScoresToo(PushesSomeLayers):
+    """One that may be a part."""
+
+    @hookimpl
+    def score(self, positions: Tensor) -> Tensor:
+        return positions.float()
+
+
+@attrs.define(eq=False)
+class MadeOf:
+    """A policy made of another."""
+
+    parts: tuple[tuple[str, object], ...]
+
+    @hookimpl
+    def score(self, parts: Parts) -> Tensor:
+        return parts.of(self)[0]
+
+
+@attrs.define(eq=False)
+class Doubles:
+    """A wrapper that doubles the changes of the policies before it."""
+
+    steers: tuple[int, ...] | None
+    calls: list[int] = attrs.field(factory=list)
+
+    @hookimpl(wrapper=True)
+    def steer(self, layer_idx: int) -> Generator[None, list[Tensor], list[Tensor]]:
+        self.calls.append(layer_idx)
+        return [2 * change for change in (yield)]
+
+
+def test_a_policy_steers_the_layers_that_it_declares_and_no_others() -> None:
+    one, two, every = PushesSomeLayers((1,)), PushesSomeLayers((0, 2)), PushesSomeLayers(None)
+    part, doubles = ScoresToo((3,)), Doubles((2, 3))
+    policies = {
+        "one": one,
+        "two": two,
+        "every": every,
+        "doubles": doubles,
+        "made": MadeOf((("part", part),)),
+    }
+    stack = Stack([*policies.items()])
+    states = torch.zeros(2, HIDDEN)
+    others: dict[str, Any] = {"tokenizer": None, "registers": None, "memory": None}
+    changes = [
+        stack.steer(layer_idx, states, torch.zeros(2, dtype=torch.int64), **others)
+        for layer_idx in range(5)
+    ]
+    assert [float(change[0, 0]) for change in changes] == [2, 2, 4, 3, 1]
+    where = [policy.calls for policy in (one, two, every, doubles, part)]
+    assert where == [[1], [0, 2], [0, 1, 2, 3, 4], [2, 3], [3]]
+
+
+def test_neighbours_in_the_stack_steer_layers_of_their_own() -> None:
+    model, prompt = shared_model(**DOUBLE), [4, 8, 15, 16, 23]
+    plain = tokens(model, [prompt])
+    both = tokens(model, [prompt], PushesSomeLayers((0,)), PushesSomeLayers((1,)))
+    assert both == tokens(model, [prompt], PushesSomeLayers((0, 1))) != plain

@@ -80,9 +80,8 @@ class Bench:
             registers=self.file.of_slots(b, b + 1),
         )
 
-    def steer(self, hidden_states: Tensor, token_ids: list[int], layer: int = 1) -> Tensor:
+    def steer(self, hidden_states: Tensor, token_ids: list[int]) -> Tensor:
         return self.policy.steer(
-            layer_idx=layer,
             hidden_states=hidden_states,
             token_ids=torch.tensor(token_ids),
             tokenizer=self.tokenizer,
@@ -161,13 +160,6 @@ def test_only_the_layer_of_the_vector_is_steered(vectors: str) -> None:
     assert [stack.is_steered(layer) for layer in range(3)] == [False, True, False]
 
 
-def test_steer_returns_none_in_other_layers(vectors: str) -> None:
-    bench = Bench(load_policy("seal", vector=vectors, layer=3), 1)
-    bench.prompt(0, IDS[:1], 1)
-    changes = [bench.steer(torch.zeros(1, SIZE), [IDS[2]], layer) for layer in range(5)]
-    assert [change is None for change in changes] == [True, True, True, False, True]
-
-
 # In the engine
 
 
@@ -175,16 +167,15 @@ def test_steer_returns_none_in_other_layers(vectors: str) -> None:
 class RecordsLayerInput:
     """Records the states before steering and the layer input of every decode step."""
 
-    layer: int
+    steers: tuple[int, ...]
     before: list[Tensor] = attrs.field(factory=list)
     entered: list[Tensor] = attrs.field(factory=list)
     token_ids: list[Tensor] = attrs.field(factory=list)
 
     @hookimpl
-    def steer(self, layer_idx: int, hidden_states: Tensor, token_ids: Tensor) -> None:
-        if layer_idx == self.layer:
-            self.before.append(hidden_states.clone())
-            self.token_ids.append(token_ids.clone())
+    def steer(self, hidden_states: Tensor, token_ids: Tensor) -> None:
+        self.before.append(hidden_states.clone())
+        self.token_ids.append(token_ids.clone())
 
     def watch(self, _: nn.Module, arguments: tuple[Any, ...], __: object) -> None:
         if arguments[0].shape[1] == 1:
@@ -196,7 +187,7 @@ class RecordsLayerInput:
 def test_reasoner_is_steered_at_every_paragraph_of_its_thinking(dtype: str) -> None:
     model, tokenizer = load_model("reasoner", dtype=dtype)
     vector = load_steering_vector("reasoner")
-    notes = RecordsLayerInput(vector.layer)
+    notes = RecordsLayerInput((vector.layer,))
     handle = model.model.layers[vector.layer].register_forward_hook(notes.watch)
     plan = Plan.uniform("full", "seal", notes, knobs={"seal": {"strength": 2.0}})
     problems = make_problems(2, seed=3, split="tune")
