@@ -79,8 +79,8 @@ class LayerRows:
         num_rows: Rows of each entry that hooks see, ``T``.
         seq_len: Tokens each sequence has seen, ``[B]``, int64, on the CPU.
         kept: Argument of the last `keep`, ``[B, H_kv, K]``; ``None`` before it.
-        is_finite: Whether all that `keep` has stored in place of rows is finite, a bool on the
-            device; ``None``: it was given nothing to store.
+        is_finite: Whether all that `keep` has stored in place of rows of an entry is finite, bool
+            ``[B]`` on the device; ``None``: it was given nothing to store.
         budget: Rows that may stay in each head, or in the mean over heads that share them.
     """
 
@@ -249,7 +249,7 @@ class LayerRows:
                 finite = given.isfinite()
                 if keep.dtype == torch.bool:  # in the other columns there may be anything
                     finite = finite | ~keep[..., None]
-                before, self.is_finite = self.is_finite, finite.all()
+                before, self.is_finite = self.is_finite, finite.flatten(1).all(dim=1)
                 self.is_finite = self.is_finite if before is None else self.is_finite & before
             found.append(given)
         return found

@@ -1,4 +1,6 @@
-"""The evictor: which slots are due, and which of their rows leave: due, score, select, evict.
+"""The evictor: which slots are due, and which of their rows leave.
+
+The hooks are `due`, `protect`, `score`, `select` and `evict`, in this order.
 
 A call of a hook is for one layer and all its due slots that hold equally many rows, without those
 of a prompt that stays, and in their fullest KV head if heads share them: so the tensors of a
@@ -25,7 +27,8 @@ from kvpolicy.engine.eviction.choice import final_scores
 from kvpolicy.engine.extensions.base import Extensions
 from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.engine.requests.sequence import Sequence
-from kvpolicy.errors import HookError
+from kvpolicy.errors import HookError, HookResultError
+from kvpolicy.hooks.checks import evict_check
 from kvpolicy.hooks.late_checks import Concerned, LateChecks, settle
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
@@ -274,20 +277,24 @@ class Evictor:
         for layer in layers:
             self._compact_layer(_going_on(layer))
 
-    def _compact_layer(self, due: list[DueSlot]) -> None:
-        """Compact slots of one layer."""
+    def _compact_layer(self, due: list[DueSlot], keep: Tensor | None = None) -> None:
+        """Compact slots of one layer; ``keep``: the rows that stay, if they are chosen already."""
         if not due:
             return
         one = self._compaction(due)
+        one.keep = keep
         names = due[0].stack.tracks if len(due) > 1 else ()
         tracks = {name: one.rows.track(name).clone() for name in names}
-        with self._covering(due):
-            self._choose(one)
+        with self._covering(due, one):
+            if keep is None:
+                self._choose(one)
             self._evict(one)
             return
         going = _going_on(due)  # the model has failed for others of the call
+        if going and one.rows.kept is not None:
+            return  # what is stored of these is right, and cannot be undone
         self._undo(one, tracks if going else {})
-        self._compact_layer(going)
+        self._compact_layer(going, None if keep is None else keep[_places(going, due)])
 
     def _compact_together(self, layers: list[list[DueSlot]]) -> bool:
         """Compact slots of several layers; if a policy fails to choose, nothing, and false."""
@@ -305,14 +312,8 @@ class Evictor:
         # A policy that stores rows itself has changed them when it fails: ask layer by layer.
         for layer, kept in zip(layers, keep.split([len(layer) for layer in layers]), strict=True):
             chosen = _going_on(layer)
-            if chosen:
-                own = kept[[layer.index(one) for one in chosen]] if chosen != layer else kept
-                with self._covering(chosen):
-                    of_layer = self._compaction(chosen)
-                    of_layer.keep = own
-                    self._evict(of_layer)
-                    continue
-                self._compact_layer(_going_on(chosen))
+            own = kept if chosen == layer else kept[_places(chosen, layer)]
+            self._compact_layer(chosen, own)
         return True
 
     def _undo(self, one: Compaction, tracks: abc.Mapping[str, Tensor]) -> None:
@@ -345,19 +346,24 @@ class Evictor:
         return self._late[-1]
 
     @contextmanager
-    def _covering(self, due: list[DueSlot]) -> abc.Iterator[None]:
+    def _covering(self, due: list[DueSlot], call: Compaction | None = None) -> abc.Iterator[None]:
         """Call hooks for slots in a block, which ends where one fails.
 
         What policies make of NaN is no failure of theirs if it is the model's own: then the
-        sequences whose logits show it end, as they would at their next token.
+        sequences whose logits show it end, as they would at their next token. If rows were stored
+        by then, those of the others must be right, since nobody is asked again.
+
+        Args:
+            due: The slots.
+            call: The call of the hooks, if it is under way.
         """
         sequences = [one.sequence for one in due]
         with self._errors.covering(sequences):
             try:
                 yield
-            except HookError:
+            except HookError as error:
                 lost = [seq for seq in sequences if seq.is_lost]
-                if not lost:
+                if not lost or (call is not None and not _spares_others(call, error)):
                     raise
                 for seq in lost:
                     seq.fail_without_token()
@@ -405,6 +411,24 @@ class Evictor:
 def _going_on(due: abc.Sequence[DueSlot]) -> list[DueSlot]:
     """Those whose sequence has not ended: a policy may have failed for it in a layer before."""
     return [one for one in due if one.sequence.finish_reason is None]
+
+
+def _places(some: abc.Iterable[DueSlot], due: list[DueSlot]) -> list[int]:
+    """Where some of the slots of a call are in its batch axis."""
+    return [due.index(one) for one in some]
+
+
+def _spares_others(one: Compaction, error: HookError) -> bool:
+    """Whether a failure changes nothing for those of a call for whom the model has not failed.
+
+    So it is before rows are stored. Then, the policy must have answered, and rightly for these.
+    """
+    others = [index for index, seq in enumerate(one.sequences) if not seq.is_lost]
+    if one.rows.kept is None or not others:
+        return True
+    assert one.keep is not None, "they were chosen"
+    has_answered = isinstance(error, HookResultError)
+    return has_answered and evict_check(one.rows, one.keep, others)(True) is None
 
 
 def _by_layer(due: abc.Iterable[DueSlot]) -> list[list[DueSlot]]:

@@ -5,6 +5,7 @@ policy before it and raises `HookResultError`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -330,12 +331,15 @@ def schedule_problem(
     return None
 
 
-def evict_check(rows: LayerRows, keep: Tensor) -> ValueCheck:
+def evict_check(
+    rows: LayerRows, keep: Tensor, entries: slice | Sequence[int] = slice(None)
+) -> ValueCheck:
     """The check of the answer to `evict`.
 
     Args:
         rows: The rows, which know what `LayerRows.keep` was called with in the end.
         keep: The rows that stay.
+        entries: The part of the batch axis that is checked.
     """
     other = "returned True without calling rows.keep() with the rows that stay"
 
@@ -347,19 +351,20 @@ def evict_check(rows: LayerRows, keep: Tensor) -> ValueCheck:
 
     def moved() -> Tensor | None:
         own = rows.kept
-        return None if own is None or own is keep else own.ne(keep).any()
+        return None if own is None or own is keep else own.ne(keep)[entries].any()
+
+    def poisoned() -> Tensor | None:
+        return None if rows.is_finite is None else ~rows.is_finite[entries].all()
 
     def fault(_: object) -> Tensor | None:
-        flags = [moved(), None if rows.is_finite is None else ~rows.is_finite]
-        found = [flag for flag in flags if flag is not None]
-        return torch.stack(found).any() if found else None
+        flags = [flag for flag in (moved(), poisoned()) if flag is not None]
+        return torch.stack(flags).any() if flags else None
 
     def values(_: object) -> str | None:
-        flag = moved()
-        if flag is not None and bool(flag):
+        if bool(moved()):
             return other
-        if rows.is_finite is not None and not bool(rows.is_finite):
+        if bool(poisoned()):
             return "stores NaN or infinity in place of keys or values"
         return None
 
-    return ValueCheck(structure, values, fault)
+    return ValueCheck(structure, values, fault, partial(evict_check, rows, keep))
