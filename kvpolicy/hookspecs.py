@@ -25,13 +25,14 @@ If a plan says ``prompt = "keep"``, the hooks of compactions are told of the row
 only: ``T``, ``K``, ``num_rows`` and ``budget`` count these, and the others stay. Attention sums and
 weights are shares of what the model attends to, the prompt's rows included.
 
-`allocate` and `bind` are called before anything runs; `schedule` at admissions; `due` after every
-forward; `protect`, `score`, `select` and `evict` at compactions, `lookahead` before them; `observe`
-for every buffer of tokens and before a compaction, and so is `annotate`, which in prefill runs
-within the forward. Inside the decode step run only `steer`, and `annotate` of policies that declare
-``annotates_in_step = True``. Unless some policy names ``layer_idx`` or ``bound`` in `due`,
-`protect`, `score` or `select`, these are called for several layers at once: an entry of the batch
-axis is a sequence in a layer then. A hook that some knobs make unnecessary is declared with
+`allocate` and `bind` are called before anything runs; `schedule` at admissions; `due` before a
+forward, for the sequences of the one before; `protect`, `score`, `select` and `evict` at
+compactions, `lookahead` before them. `observe` is called after each chunk of a prompt, then for
+every buffer of tokens and before a compaction. `annotate` is called within the forwards of a
+prompt, then when `observe` is. Inside the decode step run only `steer`, and `annotate` of policies
+that declare ``annotates_in_step = True``. Unless some policy names ``layer_idx`` or ``bound`` in
+`due`, `protect`, `score` or `select`, these are called for several layers at once: an entry of the
+batch axis is a sequence in a layer then. A hook that some knobs make unnecessary is declared with
 ``@hookimpl(when="NAME")``: it is there only where that attribute of the policy is true.
 """
 
@@ -213,9 +214,10 @@ def due(
 ) -> Tensor | None:
     """Choose which sequences are compacted now.
 
-    Called per layer before the next forward once the whole prompt is prefilled. The first policy
-    to answer wins; if none answers, a sequence is compacted when its buffer is full. A full slab
-    is compacted and a sequence within its budget is not, whatever the answer.
+    Called per layer before a forward, for those sequences of the one before whose whole prompt is
+    prefilled. The first policy to answer wins; if none answers, a sequence is compacted when its
+    buffer is full. A full slab is compacted and a sequence within its budget is not, whatever the
+    answer.
 
     Args:
         layer_idx: Decoder layer, counted from 0.

@@ -206,12 +206,17 @@ class Evictor:
     def _ask_due(
         self, due: np.ndarray, sequences: abc.Sequence[Sequence], slots: list[int]
     ) -> None:
-        """Add what policies want compacted, ``[layers, B]``; nothing whose prompt is not all in."""
+        """Add what policies want compacted, ``[layers, B]``, of sequences whose prompt is in."""
         seq_len = self._cache.seq_len[slots]
         prompt_len = np.array(
             [seq.prompt_len(seen) for seq, seen in zip(sequences, seq_len.tolist(), strict=True)]
         )
-        candidates = self._cache.num_candidates(slots)
+        asked = np.flatnonzero(seq_len >= prompt_len)
+        if not asked.size:
+            return
+        sequences = [sequences[index] for index in asked.tolist()]
+        seq_len, prompt_len = seq_len[asked], prompt_len[asked]
+        candidates = self._cache.num_candidates([seq.slot for seq in sequences])
         answers: dict[object, Tensor | None] = {}
         for layer_idx in self._asked_due:
             layer, stack = self._layers[layer_idx], self._stacks[layer_idx]
@@ -238,7 +243,7 @@ class Evictor:
                 return  # a policy has failed: there is nobody left to ask about
             answer = answers[key]
             if answer is not None:
-                due[layer_idx] |= answer.numpy() & (seq_len >= prompt_len)
+                due[layer_idx, asked] |= answer.numpy()
 
     # Which slots are asked about together
 

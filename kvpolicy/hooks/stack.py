@@ -27,7 +27,8 @@ _COMPACTION_HOOKS = ("protect", "score", "select", "evict")
 # A stack that implements one of these keeps no more rows than its budget.
 _BOUNDING_HOOKS = ("allocate", "due", *_COMPACTION_HOOKS)
 
-# Those that layers may be asked together, and what tells layers apart in them.
+# Hooks that may be asked for several layers at once, and the arguments by which a policy can tell
+# layers apart.
 _FOLDED_HOOKS = ("due", "protect", "score", "select")
 _OF_A_LAYER = frozenset({"layer_idx", "bound"})
 
