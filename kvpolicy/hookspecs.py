@@ -53,8 +53,8 @@ def allocate(
     """Divide the rows of a group of layers among them.
 
     Called once for each group of layers, when a plan is resolved for a model. The first policy
-    to answer wins; if none answers, every layer gets the budget.
-    `kvpolicy.toolkit.largest_remainder` divides rows by weights.
+    to answer wins; if none answers, the first answer of a part counts, and without one every layer
+    gets the budget. `kvpolicy.toolkit.largest_remainder` divides rows by weights.
 
     Args:
         layer_indices: Decoder layers of the group, counted from 0, rising.
@@ -215,9 +215,9 @@ def due(
     """Choose which sequences are compacted now.
 
     Called per layer before a forward, for those sequences of the one before whose whole prompt is
-    prefilled. The first policy to answer wins; if none answers, a sequence is compacted when its
-    buffer is full. A full slab is compacted and a sequence within its budget is not, whatever the
-    answer.
+    prefilled. The first policy to answer wins; if none answers, the first answer of a part counts,
+    and without one a sequence is compacted when its buffer is full. A full slab is compacted and a
+    sequence within its budget is not, whatever the answer.
 
     Args:
         layer_idx: Decoder layer, counted from 0.

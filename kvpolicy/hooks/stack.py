@@ -32,12 +32,13 @@ _BOUNDING_HOOKS = ("allocate", "due", *_COMPACTION_HOOKS)
 _FOLDED_HOOKS = ("due", "protect", "score", "select")
 _OF_A_LAYER = frozenset({"layer_idx", "bound"})
 
-# Hooks of which the first answer counts, and is for all rows.
+# Hooks of which the first answer counts: in each stack, or with the parts after the stack.
 _ANSWERED_ONCE = ("score", "select", "evict")
+_ANSWERED_BY_PARTS = ("allocate", "due", "lookahead")
 
 _DEEPEST_PART = 4
 
-# Hooks whose one answer is for the whole stack, so a part of a policy cannot give it.
+# Hooks that every stack answers, if only by the defaults, so a part of a policy is never asked.
 _NOT_IN_PARTS = ("select", "evict", "schedule")
 
 
@@ -284,16 +285,21 @@ class Stack:
 
     @cached_property
     def shadowed(self) -> list[tuple[str, str, str]]:
-        """Policies whose `score`, `select` or `evict`, no wrapper, has its turn only sometimes.
+        """Policies of which a hook, no wrapper, has its turn only sometimes.
 
-        That is where a policy listed after them has no answer: hook, policy, the other.
+        That is where a policy that is asked first has no answer: hook, policy, the other, as in
+        ``"'h2o' in 'mix'"``.
         """
+        asked = [(hook, [stack]) for stack in self._stacks for hook in _ANSWERED_ONCE]
+        asked += [(hook, self._stacks) for hook in _ANSWERED_BY_PARTS]
         return [
-            (hook, below.plugin_name, above.plugin_name)
-            for stack in self._stacks
-            for hook in _ANSWERED_ONCE
+            (hook, below, above)
+            for hook, stacks in asked
             for above, below in pairwise(
-                impl for impl in stack._manager.impls(hook) if not impl.wrapper
+                f"'{impl.plugin_name}'{stack._manager.owner}"
+                for stack in stacks
+                for impl in stack._manager.impls(hook)
+                if not impl.wrapper
             )
         ]
 
@@ -372,13 +378,12 @@ class Stack:
     def allocate(
         self, layer_indices: Sequence[int], budget: int, floors: Sequence[int], num_layers: int
     ) -> list[int]:
-        """Rows for each layer; ``budget`` for all of them if no policy answers."""
+        """Rows for each layer; ``budget`` for all of them if no policy or part answers."""
         total = budget * len(layer_indices)
-        answer: Sequence[int] | None = self._manager.ask(
+        answer: Sequence[int] | None = self._first_answer(
             "allocate",
             None,
-            lambda answer: checks.allocate_problem(answer, total, floors),
-            optional=True,
+            lambda _, answer: checks.allocate_problem(answer, total, floors),
             layer_indices=layer_indices,
             budget=budget,
             total=total,
@@ -475,29 +480,39 @@ class Stack:
         return sum(changes[1:], changes[0]) if changes else None
 
     def lookahead(self, vocab_size: int, **arguments: Any) -> Lookahead | None:
-        """The lookahead of one sequence, or ``None`` if no policy answers."""
-
-        def ask(stack: Stack) -> Lookahead | None:
-            def check(answer: object) -> str | None:
-                return checks.lookahead_problem(answer, stack.lookahead_size, vocab_size)
-
-            answer: Lookahead | None = stack._manager.ask(
-                "lookahead", None, check, optional=True, **arguments
-            )
-            return answer
-
-        return next(filter(None, map(ask, self._stacks_with("lookahead"))), None)
+        """The lookahead of one sequence, or ``None`` if no policy or part answers."""
+        answer: Lookahead | None = self._first_answer(
+            "lookahead",
+            None,
+            lambda stack, answer: checks.lookahead_problem(
+                answer, stack.lookahead_size, vocab_size
+            ),
+            **arguments,
+        )
+        return answer
 
     def due(self, layer_idx: int, **arguments: Any) -> Tensor | None:
-        """Which sequences are due, bool ``[B]``, or ``None`` if no policy answers."""
+        """Which sequences are due, bool ``[B]``, or ``None`` if no policy or part answers."""
         num_sequences = arguments["num_rows"].shape[0]
+        answer: Tensor | None = self._first_answer(
+            "due",
+            layer_idx,
+            lambda _, answer: checks.due_problem(answer, num_sequences),
+            **arguments,
+        )
+        return answer
 
-        def check(answer: object) -> str | None:
-            return checks.due_problem(answer, num_sequences)
-
-        for stack in self._stacks_with("due"):
-            answer: Tensor | None = stack._manager.ask(
-                "due", layer_idx, check, optional=True, **arguments
+    def _first_answer(
+        self,
+        hook: str,
+        layer_idx: int | None,
+        check: Callable[["Stack", object], str | None],
+        **arguments: Any,
+    ) -> Any:
+        """The answer of the policies of this stack, or else of the first part that has one."""
+        for stack in self._stacks_with(hook):
+            answer = stack._manager.ask(
+                hook, layer_idx, partial(check, stack), optional=True, **arguments
             )
             if answer is not None:
                 return answer

@@ -49,5 +49,5 @@ def _found(layer: LayerPlan, stack: Stack) -> Iterator[tuple[str, str]]:
         why = f": no policy of {names} chooses how many rows each KV head keeps"
         yield 'heads = "shared" changes nothing', why
     for hook, below, above in stack.shadowed:
-        why = f" where policy '{above}', listed after it, has an answer of its own"
-        yield f"{hook}() of policy '{below}' is not called", why
+        why = f" where policy {above}, which is asked first, has an answer of its own"
+        yield f"{hook}() of policy {below} is not called", why

@@ -84,7 +84,8 @@ class Mix:
     Weights are divided by their sum. A part of weight 0 is not called. A mix of one policy keeps
     the same rows as the policy (with a scale other than ``"rank"`` up to rounding of almost
     equal scores). Parts have tracks, memory and registers of their own and are shown the same
-    tokens as policies of the stack. A policy that implements `select`, `evict` or `schedule`
+    tokens as policies of the stack. The first part that divides the budget among layers does so,
+    unless a policy of the stack does. A policy that implements `select`, `evict` or `schedule`
     cannot be a part: list it after the mix.
 
     Attributes:

@@ -139,6 +139,49 @@ def test_first_part_that_implements_due_decides() -> None:
 
 
 @attrs.define(eq=False)
+class Divides(Scores):
+    """Gives one layer more rows than the other, or has no opinion."""
+
+    budgets: list[int] | None = None
+
+    @hookimpl
+    def allocate(self) -> list[int] | None:
+        return self.budgets
+
+
+@pytest.mark.parametrize(
+    ("stack", "budgets"),
+    [
+        ([first(Divides(newest, [11, 5]), Divides(newest, [4, 12]))], [11, 5]),
+        ([first(Divides(newest), Divides(newest, [4, 12]))], [4, 12]),
+        ([first(Divides(newest))], [8, 8]),
+        ([first(first(Divides(newest, [11, 5])))], [11, 5]),
+        ([Divides(newest, [3, 13]), first(Divides(newest, [4, 12]))], [3, 13]),
+        ([Divides(newest), first(Divides(newest, [4, 12]))], [4, 12]),
+    ],
+    ids=[
+        "the first part",
+        "the next part",
+        "no part",
+        "a part of a part",
+        "the stack",
+        "no policy",
+    ],
+)
+def test_parts_divide_the_budget_where_no_policy_of_the_stack_does(
+    stack: list[object], budgets: list[int]
+) -> None:
+    resolved = Plan.uniform(*stack, budget=8, buffer=4).resolve(2)
+    assert [layer.budget for layer in resolved.layers] == budgets
+
+
+def test_a_part_that_divides_the_budget_wrongly_is_named() -> None:
+    plan = Plan.uniform(first(Divides(newest, [8, 9])), budget=8, buffer=4)
+    with pytest.raises(HookResultError, match=r"'divides' in 'first'.*17.*allocate"):
+        plan.resolve(2)
+
+
+@attrs.define(eq=False)
 class DropsRow:
     @hookimpl
     def score(self, positions: Tensor) -> Tensor:

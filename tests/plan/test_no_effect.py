@@ -26,6 +26,10 @@ def said(stack: list[Any], budget: int = 12, **entries: Any) -> list[str]:
     return without_effect(plan.resolve(NUM_LAYERS))
 
 
+def pyramids(*betas: int) -> list[dict[str, Any]]:
+    return [{"policy": "pyramidkv", "window_size": 4, "beta": beta} for beta in betas]
+
+
 @pytest.mark.parametrize(
     ("idle", "stack", "entries", "without", "entries_without"),
     [
@@ -49,6 +53,14 @@ def said(stack: list[Any], budget: int = 12, **entries: Any) -> list[str]:
             ["random"],
             {},
         ),
+        ("due() of policy 'h2o'", [{"policy": "h2o", "every": 2}, "full"], {}, ["h2o", "full"], {}),
+        (
+            "allocate() of policy 'pyramidkv' in 'mix'",
+            [{"policy": "mix", "of": pyramids(2, 9)}],
+            {},
+            [{"policy": "mix", "of": pyramids(2, 2)}],
+            {},
+        ),
     ],
 )
 def test_what_is_said_to_change_nothing_changes_no_token(
@@ -70,6 +82,11 @@ def test_what_is_said_to_change_nothing_changes_no_token(
         (["h2o", "adakv"], SHARED, ["h2o"]),
         (["h2o", "protect"], {}, ["h2o"]),
         (["h2o", "merge"], {}, ["h2o"]),
+        (
+            [{"policy": "mix", "of": pyramids(2)}],
+            {},
+            [{"policy": "mix", "of": pyramids(1)}],
+        ),
     ],
 )
 def test_what_changes_tokens_is_not_said_to_change_nothing(

@@ -280,6 +280,16 @@ def test_part_decides_when_to_compact() -> None:
     assert result.peak_rows == 13
 
 
+def test_part_divides_the_budget_among_layers() -> None:
+    part = {"policy": "pyramidkv", "window_size": 4, "beta": 5}
+    stacks: list[dict[str, Any]] = [part, {"policy": "mix", "of": ["random", part]}]
+    alone, mixed = (
+        Plan.from_dict({"stack": [one], "budget": 16, "buffer": 4}).resolve(4) for one in stacks
+    )
+    assert mixed.layers[0].budget == alone.layers[0].budget > 16
+    assert sum(layer.budget or 0 for layer in mixed.layers) == 64
+
+
 # Plans
 
 
