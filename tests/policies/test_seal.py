@@ -188,10 +188,11 @@ def test_reasoner_is_steered_at_every_paragraph_of_its_thinking(dtype: str) -> N
     model, tokenizer = load_model("reasoner", dtype=dtype)
     vector = load_steering_vector("reasoner")
     notes = RecordsLayerInput((vector.layer,))
-    handle = model.model.layers[vector.layer].register_forward_hook(notes.watch)
     plan = Plan.uniform("full", "seal", notes, knobs={"seal": {"strength": 2.0}})
     problems = make_problems(2, seed=3, split="tune")
     engine = Engine(model, tokenizer, plan, slots=1)
+    # Now, since a new engine has run a token of its own.
+    handle = model.model.layers[vector.layer].register_forward_hook(notes.watch)
     results = engine.generate([p.prompt for p in problems], max_new_tokens=400).results()
     handle.remove()
     fed = [token for result in results for token in result.tokens[:-1]]
