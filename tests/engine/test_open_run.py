@@ -4,6 +4,7 @@ import gc
 import re
 import threading
 import weakref
+from collections import abc
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from tiny import shared_model, tiny_model, tiny_tokenizer
 from kvpolicy import (
     Engine,
     EngineClosedError,
+    Extension,
     KVPolicyError,
     Plan,
     QueueFullError,
@@ -411,6 +413,45 @@ def test_a_request_that_a_policy_fails_between_two_steps_ends_whatever_else_does
     results = run.step().results
     assert {one.id: one.finish_reason for one in results} == {0: "error", 1: "cancelled"}
     assert run.num_open == 0
+
+
+@attrs.define(eq=False)
+class WrongWhenTold:
+    """Scores are NaN when it is told to."""
+
+    wrong: bool = False
+
+    @hookimpl
+    def score(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions.float() * (torch.nan if self.wrong else 1)
+
+
+class HoldsPromptsBack(Extension):
+    """Has prompts wait when it is told to."""
+
+    holds = False
+
+    def ready(self, sequences: abc.Sequence[Sequence]) -> abc.Sequence[Sequence]:
+        return () if self.holds else sequences
+
+
+def test_a_request_whose_snapshot_shows_a_wrong_answer_ends() -> None:
+    policy = WrongWhenTold()
+    plan = Plan.uniform(policy, budget=8, buffer=4)
+    engine = Engine(llama(), plan=plan, chunk=4, slots=1, extensions=[HoldsPromptsBack])
+    run = engine.open_run(max_len=60, on_hook_error="answer")
+    run.evictor.defers = True  # as on a GPU: values are checked when results are read
+    run.submit(Request([5] * 30, 9, stop_ids=()))
+    for _ in range(3):
+        run.step()
+    policy.wrong = run.extension(HoldsPromptsBack).holds = True
+    run.step()  # evicts, and computes nothing
+    with pytest.raises(SnapshotError, match="NaN"):
+        run.snapshot(0)
+    policy.wrong = run.extension(HoldsPromptsBack).holds = False
+    (result,) = [result for _ in range(20) for result in run.step().results]
+    assert (result.finish_reason, result.tokens) == ("error", ())
+    assert "NaN" in str(result.error)
 
 
 # --- fairness -------------------------------------------------------------------------------

@@ -57,12 +57,14 @@ class Snapshots(Extension):
         Raises:
             SnapshotError: If sequences cannot be copied.
         """
-        self._core.evictor.settle()
-        ended, seq.finish_reason = seq.finish_reason, None
-        states = self._core.extensions.pending_states(seq)
+        ended, seq.finish_reason = seq.finish_reason, None  # only what goes on can fail
+        try:
+            self._core.evictor.settle()
+            states = self._core.extensions.pending_states(seq)
+        finally:
+            seq.finish_reason = seq.finish_reason or ended
         if seq.error is not None:
             raise SnapshotError(seq.error)
-        seq.finish_reason = ended
         if seen is None:  # else its rows were fewer: peaks are noted later
             self._core.evictor.note_peak(seq)
         return self._resuming.take(seq, self.cache, states, self._registers, newest, seen)
