@@ -432,6 +432,7 @@ class Run:
 
         Raises:
             HookError: As for iterating.
+            KVPolicyError: The run has ended in the middle of a step before.
         """
         if self._broken_by is not None:
             msg = (
@@ -555,7 +556,8 @@ class Run:
     @property
     def stats(self) -> EngineStats:
         """What the run does, and what it has cost so far."""
-        running, rows = len(self.active), self.cache.rows.sum(axis=1)
+        running = len(self.active)
+        rows = self.cache.rows[:, [seq.slot for seq in self.active]].sum(axis=1)
         return EngineStats(
             waiting=self.num_open - running,
             running=running,
@@ -662,8 +664,7 @@ class Run:
         for seq in self._queue.open_sequences():
             seq.fail(error)
             self._finish(seq)
-        self._queue.take_in()
-        self._queue.waiting.clear()
+        self.scheduler.end()
         return self._take_events()
 
 

@@ -97,6 +97,14 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
+    def end(self) -> None:
+        """Forget all requests; slots hold what they do, since the device may have failed."""
+        self.queue.take_in()
+        self.queue.waiting.clear()
+        self.slots.fill(())
+        self._groups.clear()
+        self._group, self._changed = [], []
+
     @property
     def decodable(self) -> list[Sequence]:
         """The sequences whose prompts are in: they have a token that a decode step can bring in."""
@@ -124,6 +132,7 @@ class Scheduler:
         # Nothing keeps a sequence that has ended, and with it what policies remember.
         self._changed = _going_on(self._changed)
         self._group = _going_on(self._group)
+        self._groups = deque(_going_on(group) for group in self._groups)
 
     def _next_group(self) -> list[Sequence]:
         """Sequences whose prompts are to be brought in; none if there are none.

@@ -588,6 +588,18 @@ def test_memory_does_not_grow_with_the_number_of_requests() -> None:
     assert addresses == [t.data_ptr() for layer in run.cache.layers for t in layer.tensors]
 
 
+def test_nothing_keeps_a_sequence_that_ends_before_the_other_prompts_of_its_group() -> None:
+    run = Engine(llama(), plan=FULL, slots=2, chunk=4).generate(
+        [Request([5], 1), Request([6] * 40, 1)]
+    )
+    (ended,) = [weakref.ref(seq) for seq in run.waiting if seq.id == 0]
+    assert [one.id for one in run.step().results] == [0]
+    gc.collect()
+    assert ended() is None
+    assert run.num_open == 1
+    assert [one.id for one in run] == [1]
+
+
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
@@ -685,6 +697,22 @@ def test_broken_run_ends_all_requests_with_the_error() -> None:
     assert run.done
     with pytest.raises(EngineClosedError, match="it broke"):
         run.submit(Request([5]))
+
+
+def test_nothing_runs_or_waits_once_a_run_has_ended() -> None:
+    run = Engine(llama(), plan=FULL, slots=2).open_run(max_len=40)
+    for prompt in ([5], [6] * 12, [7]):
+        run.submit(Request(prompt, 9))
+    run.step()
+    before = run.stats
+    assert (before.running, before.waiting) == (2, 1)
+    assert before.held_bytes > 0
+    run.end("it broke")
+    after = run.stats
+    assert (after.running, after.waiting, after.slots) == (0, 0, 2)
+    assert (set(after.rows), after.held_bytes) == ({0}, 0)
+    assert after.report.num_errors == 3
+    assert (run.active, run.waiting) == ([], [])
 
 
 def test_run_that_breaks_between_queue_and_slot_loses_no_request() -> None:
