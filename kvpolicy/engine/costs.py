@@ -24,8 +24,13 @@ class Costs:
         self._num_chunks = 0
 
     @contextmanager
+    def of_admission(self) -> abc.Iterator[None]:
+        """Count the seconds of a block, in which slots take over what is stored, as prefill."""
+        yield from self._counted((), is_decode=False)
+
+    @contextmanager
     def of_eviction(self) -> abc.Iterator[None]:
-        """Count the seconds of a block with the step before, whose rows are evicted in it."""
+        """Count the seconds of a block with the step before, after which rows are evicted in it."""
         yield from self._counted((), is_decode=self._was_decode)
 
     @contextmanager

@@ -379,6 +379,7 @@ class Run:
             self._sampler,
             engine.scheduling,
             errors,
+            self._costs,
             chunk=engine.chunk,
             max_tokens_per_forward=engine.max_tokens_per_forward,
             takes_turns=takes_turns or limits is not None,
@@ -415,8 +416,8 @@ class Run:
     def _advance(self) -> None:
         """Admit, evict, schedule, run, sample, commit, finish."""
         core, scheduler, costs = self.core, self.scheduler, self._costs
+        changed = scheduler.admit()
         with costs.of_eviction():
-            changed = scheduler.admit()
             core.evictor.evict(changed)
         step = scheduler.schedule()
         if step is not None:

@@ -3,6 +3,7 @@
 from collections import abc, deque
 
 from kvpolicy.engine.core import Core
+from kvpolicy.engine.costs import Costs
 from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.engine.requests.request_queue import RequestQueue
 from kvpolicy.engine.requests.sequence import Sequence
@@ -31,6 +32,7 @@ class Scheduler:
         sampler: Sampler,
         policies: Stack,
         errors: ErrorScope,
+        costs: Costs,
         *,
         chunk: int,
         max_tokens_per_forward: int,
@@ -44,6 +46,7 @@ class Scheduler:
             sampler: Draws the tokens.
             policies: The policies of `schedule`.
             errors: Isolates errors of hooks.
+            costs: Counts the seconds in which slots are filled.
             chunk: The most prompt tokens of one sequence in one forward.
             max_tokens_per_forward: The most prompt tokens of all sequences in one forward, pads
                 included.
@@ -51,6 +54,7 @@ class Scheduler:
         """
         self.queue, self.takes_turns = queue, takes_turns
         self._core, self._sampler, self._policies, self._errors = core, sampler, policies, errors
+        self._costs = costs
         self.slots = Slots(core.cache)
         self._chunks = Chunks(core, chunk, max_tokens_per_forward)
         self._groups: deque[list[Sequence]] = deque()  # whose prompts are not all in
@@ -71,8 +75,10 @@ class Scheduler:
         self._group = []
         if not (self.takes_turns and self._was_prompt and self.decodable):
             self._group = self._next_group()
-            for one in self._core.extensions if self._group else ():
-                one.advance(self._chunks.unfinished(self._group))
+            if self._group:
+                with self._costs.of_admission():
+                    for one in self._core.extensions:
+                        one.advance(self._chunks.unfinished(self._group))
         changed, self._changed = [*self._changed, *self._group], []
         return _going_on(dict.fromkeys(changed))
 
@@ -142,8 +148,9 @@ class Scheduler:
         self._drop_finished()
         while (self.takes_turns or not self._groups) and (admitted := self._ask_schedule()):
             for group in admitted:
-                for one in self._core.extensions:
-                    one.admit(group)
+                with self._costs.of_admission():
+                    for one in self._core.extensions:
+                        one.admit(group)
                 self.num_prompt_tokens += sum(seq.num_prompt for seq in group)
                 self._changed += group
             self._groups += admitted

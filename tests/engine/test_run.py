@@ -1,6 +1,7 @@
 """Runs: result order, stops, cancellation, errors, and the report."""
 
 import time
+from collections import abc
 from typing import Any
 
 import attrs
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from strategies import prompts
 from tiny import greedy_tokens, shared_model, tiny_model, tiny_tokenizer
 
-from kvpolicy import Engine, Plan, Request, Sampling, hookimpl
+from kvpolicy import Engine, Extension, Plan, Request, Sampling, hookimpl
 from kvpolicy.cli.run import format_report
 from kvpolicy.engine.engine import Run
 from kvpolicy.engine.requests.results import RunReport
+from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.plan.spec import PolicySpec
 
@@ -307,6 +309,32 @@ def test_policy_share_is_policy_time_in_decode_over_decode_time(
     assert report.to_dict()["policy_share"] == report.policy_share
     assert f"policies took {report.policy_share:.1%} of the decode time" in format_report(report)
     assert RunReport(score_s=1.0).policy_share == 0, "before the first step"
+
+
+def test_what_fills_slots_while_others_are_decoded_is_prefill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0]
+
+    class Fills(Extension):
+        def admit(self, group: abc.Sequence[Sequence]) -> None:
+            now[0] += 10
+
+        def advance(self, sequences: abc.Sequence[Sequence]) -> None:
+            now[0] += 100
+
+    def fake_sample(sequences: Any, logits: Any) -> torch.Tensor:
+        now[0] += 1
+        return torch.ones(len(sequences), dtype=torch.int64)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    run = Run(
+        engine(slots=1, extensions=[Fills]),
+        [Request([1], max_new_tokens=4, stop_ids=()) for _ in range(3)],
+        fake_sample,
+    )
+    run.results()
+    assert (run.report.prefill_s, run.report.decode_s) == (3 * 111, 3 * 3)
 
 
 def test_records_are_plain_data() -> None:

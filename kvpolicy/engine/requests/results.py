@@ -99,7 +99,8 @@ class RunReport:
         reused_tokens: Of these, those whose rows were copied from a prefix store, and not computed.
         new_tokens: Tokens generated.
         elapsed_s: Seconds since the start of the run, those of compiling included.
-        prefill_s: Seconds in prefill, compactions included.
+        prefill_s: Seconds in prefill; compactions, and copies of stored prefixes and of snapshots,
+            included.
         decode_s: Seconds in decode steps, compactions included and compiling not.
         annotate_s: Seconds in `annotate`; within decode steps, host time without device
             synchronization.
