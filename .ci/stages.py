@@ -384,8 +384,9 @@ class Checks:
         bin_ = self._environment("numba", "dev,cpu,kernels")
         all_of_them = self._change.touches(*ENGINE, "tests/attention", "pyproject.toml")
         options = () if all_of_them else ("-k", "compile or triton_decode")
+        without_kernels = ("tests/attention/test_on_cpu.py", "tests/attention/test_draw.py")
         gate.pytest(
-            *self._pytest(bin_, *options),
+            *self._pytest(bin_, *options, *(f"--ignore={file}" for file in without_kernels)),
             tests=["tests/attention", "tests/toolkit/test_triton_redundancy.py"],
             env={"TRITON_INTERPRET": "1"},
             may_skip=False,

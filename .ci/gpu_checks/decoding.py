@@ -43,7 +43,7 @@ def generated_texts(
     results: dict[int, Any] = {}
     while not run.done:
         results |= {result.id: result for result in run.step().results}
-        for seq in run.scheduler.ready:
+        for seq in run.scheduler.decodable:
             rows[seq.id][len(seq.tokens)] = held_rows(run.cache, seq.slot)
     ended = [results[number] for number in range(len(prompts))]
     if errors := [result.error for result in ended if result.error]:
@@ -133,7 +133,7 @@ def replayed(
     run = _led_along(engine, [request], [tokens], note)
     while not run.done:
         run.step()
-        for seq in run.scheduler.ready:
+        for seq in run.scheduler.decodable:
             num = len(seq.tokens)
             replay.rows[num] = held_rows(run.cache, seq.slot)
             replay.compactions += [(num, *one) for one in watcher.taken()]
