@@ -1,10 +1,10 @@
 """All checks of kvpolicy, from a fresh clone, with nothing installed but Python and pip.
 
 They run on a copy of the checkout, so that they neither use nor change files there. All of them
-run, whatever fails. Variables: JOBS, the number of test processes (one more than cores, because
-many tests wait for processes of theirs); FULL=1, everything (nightly, and before a release) instead
-of what a change can break; BASE, the commit that the change starts from (the last one that is older
-than a day); SEED, for what is drawn with FULL; KEEP=1, do not delete the copy.
+run, whatever fails. Variables: JOBS, the number of test processes (one for each core); FULL=1,
+everything (nightly, and before a release) instead of what a change can break; BASE, the commit
+that the change starts from (the last one that is older than a day); SEED, for what is drawn with
+FULL; KEEP=1, do not delete the copy.
 """
 
 import argparse
@@ -26,7 +26,7 @@ UV = "uv==0.13.9"
 PAGES = "tests/repo/test_docs.py::test_page_runs_as_printed"
 OLDEST, NEWEST = "5.2.0", ">=5.23"  # transformers; the newest that the index has
 FULL = bool(os.environ.get("FULL"))
-JOBS = os.environ.get("JOBS", str((os.cpu_count() or 1) + 1))
+JOBS = os.environ.get("JOBS", str(os.cpu_count() or 1))
 SEED = os.environ.get("SEED", str(random.SystemRandom().randrange(2**31)))
 QUICK = ("-m", "not slow and not nightly")
 ALL = ("-m", "not nightly")
