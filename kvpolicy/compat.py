@@ -62,3 +62,14 @@ def layer_configs(config: Any) -> list[Any]:
         sliding = "sliding_attention"
         return [config if kind == sliding else full for kind in config.layer_types]
     return [config] * config.num_hidden_layers
+
+
+def dequantising() -> dict[str, Any]:
+    """Arguments of `from_pretrained` by which weights of a GGUF file become plain tensors.
+
+    transformers 5.23 leaves those of some architectures as they are, where it has kernels for them.
+    """
+    import transformers
+
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}

@@ -49,7 +49,7 @@ def _model_or_default(model: str | None) -> str:
     if model is None:
         msg = (
             "no model was named, and no installed package sets a default: give --model with a "
-            "hub id or a local folder."
+            "hub id, a local folder or a GGUF file."
         )
         raise KVPolicyError(msg)
     return model
@@ -91,10 +91,10 @@ Overrides = Annotated[
 Model = Annotated[
     str,
     typer.Option(
-        metavar="NAME|FOLDER",
+        metavar="NAME|FOLDER|FILE",
         callback=_model_or_default,
-        autocompletion=names_of("kvpolicy.models", files="/"),
-        help="Name of an installed model, hub id or local folder.",
+        autocompletion=names_of("kvpolicy.models", "/", ".gguf"),
+        help="Name of an installed model, hub id, local folder or GGUF file.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -159,7 +159,7 @@ PlanFile = Annotated[
     typer.Option(
         "--plan",
         metavar="FILE|NAME",
-        autocompletion=names_of("kvpolicy.plans", files=".toml"),
+        autocompletion=names_of("kvpolicy.plans", ".toml"),
         help="A plan, as TOML.",
         rich_help_panel=POLICY,
     ),

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from kvpolicy.engine.memory.footprint import Footprint, LayerFootprint
     from kvpolicy.plan.plan import PlanCheck
 
-_PLANS = names_of("kvpolicy.plans", files=".toml")
+_PLANS = names_of("kvpolicy.plans", ".toml")
 
 app = typer.Typer(
     help="Show or check what a plan does in each layer, or suggest one.",

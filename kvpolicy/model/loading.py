@@ -1,13 +1,12 @@
-"""Loading a model and its tokenizer: by the name of an installed model, hub id or local folder.
+"""Loading a model and its tokenizer: by an installed name, hub id, folder or GGUF file.
 
 An entry point of the group ``kvpolicy.models`` names a function without arguments that returns an
 `InstalledModel`.
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from logging import ERROR
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvpolicy.entry_points import installed, load_installed
-from kvpolicy.errors import KVPolicyError, ModelError, error_summary
+from kvpolicy.errors import KVPolicyError, ModelError
 from kvpolicy.files import read_json
+from kvpolicy.model.gguf import SUFFIX, gguf_in, read_gguf
 from kvpolicy.model.hub import hub_reachable
+from kvpolicy.model.libraries import cannot_load, first_sentence, quiet_libraries
 from kvpolicy.model.packed import CpuWeights, packed_model, wants_packing
 from kvpolicy.model.tensor_parallel import TpPlan, loading_options
 from kvpolicy.plugin_code import plugin_code
@@ -64,7 +65,9 @@ def load_model(
     """Load a decoder-only model and its tokenizer, ready to generate.
 
     Args:
-        name: Name of an installed model, hub id, or local folder with safetensors weights.
+        name: Name of an installed model, hub id, local folder with safetensors weights, or GGUF
+            file: its path, a folder with one, or ``HUB_ID:FILE.gguf``. What was read of a GGUF
+            file is kept in the user's cache folder.
         dtype: ``"auto"`` (as stored, or as an installed model prefers), ``"float32"``,
             ``"bfloat16"``, ``"float16"``, or a torch dtype.
         device: Where to put it; by default CUDA if available, else the CPU.
@@ -96,7 +99,7 @@ def load_model(
             )
             raise ModelError(msg)
         options = loading_options(name, _load_config(name, source, trust_remote_code), tp_plan)
-    with _quiet_libraries():
+    with quiet_libraries():
         try:
             # Weights that do not fit are reported below; transformers would print a table of
             # them, or replace them by random numbers.
@@ -114,7 +117,7 @@ def load_model(
         except Exception as error:
             _check_generation_config(name, source)  # it may be the reason
             _check_files(name, source)
-            raise _cannot_load(name, _first_sentence(error)) from error
+            raise _cannot_load(name, first_sentence(error)) from error
     _check_generation_config(name, source)
     problem = _weights_problem(info) or _tokenizer_problem(tokenizer)
     if problem is not None:
@@ -145,7 +148,7 @@ def load_skeleton(
     """
     source, wanted = _find(name, dtype)
     config = _load_config(name, source, trust_remote_code)
-    with _quiet_libraries():
+    with quiet_libraries():
         try:
             with torch.device("meta"):
                 model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -156,7 +159,7 @@ def load_skeleton(
         except Exception as error:
             msg = (
                 f"model '{name}' is not a decoder-only model that transformers can build: "
-                f"{_first_sentence(error)}"
+                f"{first_sentence(error)}"
             )
             raise ModelError(msg) from error
     return model
@@ -171,7 +174,7 @@ def move(model: PreTrainedModel, device: str) -> PreTrainedModel:
     try:
         model.to(device)  # type: ignore[arg-type] # transformers wraps it and loses its self
     except (RuntimeError, AssertionError) as error:
-        msg = f"the model cannot be put on device '{device}': {_first_sentence(error)}"
+        msg = f"the model cannot be put on device '{device}': {first_sentence(error)}"
         raise ModelError(msg) from error
     return model
 
@@ -197,35 +200,60 @@ def _find(name: str | Path, dtype: str | torch.dtype) -> tuple[str, str | torch.
     """
     text, wanted = str(name), as_dtype(dtype)
     if text and _is(Path.is_dir, text):
-        _check_folder(name, Path(text))
-        return text, wanted
+        return _folder(name, Path(text)), wanted
     if text in installed(GROUP):
         describe = load_installed(GROUP, text, what="model", error=ModelError)
         with plugin_code(f"model '{text}' is broken", ModelError, passes=(KVPolicyError,)):
             model: InstalledModel = describe()
-            return str(model.folder), as_dtype(model.dtype) if dtype == "auto" else wanted
+            folder = Path(model.folder)
+        return _folder(name, folder), as_dtype(model.dtype) if dtype == "auto" else wanted
     if _is(Path.is_file, text):
-        if text.endswith(".gguf"):
-            raise _cannot_load(name, _of_gguf(Path(text).parent, Path(text).name))
+        if text.endswith(SUFFIX):
+            return str(read_gguf(Path(text), name)), wanted
         msg = (
-            f"model '{text}' is a file; give a folder with config.json, safetensors weights and a "
-            "tokenizer"
+            f"model '{text}' is a file, and no GGUF file; give a folder with config.json, "
+            "safetensors weights and a tokenizer"
         )
         raise ModelError(msg)
     # A hub id is NAME or OWNER/NAME. A path or a misspelt name is refused without asking the hub.
-    is_path = len(Path(text).parts) > 2 or text.startswith(("/", ".", "~")) or not text.strip()
+    hub_id, colon, file = text.partition(":") if text.endswith(SUFFIX) else (text, "", "")
+    is_path = len(Path(hub_id).parts) > 2 or text.startswith(("/", ".", "~")) or not text.strip()
     hint = _hint(text)
-    if is_path or (hint and "/" not in text):
-        msg = f"model '{text}' is no folder and no installed model.{hint}"
+    if is_path or (text.endswith(SUFFIX) and not colon) or (hint and "/" not in text):
+        what = "file" if text.endswith(SUFFIX) else "folder"
+        msg = f"model '{text}' is no {what} and no installed model.{hint}"
         raise ModelError(msg)
-    if not _is_available(text):
+    if not _is_available(hub_id, file or "config.json"):
         others = "".join(f"'{one}', " for one in installed_models()[:1])
         msg = (
             f"model '{text}' is no folder and not in the download cache, and the hub cannot be "
             f"reached from here; give {others}a local folder or a downloaded model."
         )
         raise ModelError(msg)
-    return text, wanted
+    return str(read_gguf(_downloaded(name, hub_id, file), name)) if file else text, wanted
+
+
+def _folder(name: str | Path, folder: Path) -> str:
+    """A folder that transformers reads: the one given, or what was read of its GGUF file."""
+    found = [] if any(folder.glob("*.safetensors")) else gguf_in(folder)
+    if len(found) > 1:
+        files = ", ".join(path.name for path in found)
+        raise cannot_load(name, f"it has several GGUF files: {files}; name one of them")
+    if found:
+        return str(read_gguf(found[0], name))
+    _check_folder(name, folder)
+    return str(folder)
+
+
+def _downloaded(name: str | Path, hub_id: str, file: str) -> Path:
+    """A file of the hub, downloaded if it was not before."""
+    from huggingface_hub import hf_hub_download
+
+    with quiet_libraries():
+        try:
+            return Path(hf_hub_download(hub_id, file))
+        except Exception as error:
+            raise _cannot_load(name, first_sentence(error)) from error
 
 
 def _is(kind: Callable[[Path], bool], text: str) -> bool:
@@ -236,24 +264,24 @@ def _is(kind: Callable[[Path], bool], text: str) -> bool:
         return False
 
 
-def _is_available(hub_id: str) -> bool:
-    """Whether a hub id is in the download cache, or the hub can be reached."""
+def _is_available(hub_id: str, file: str) -> bool:
+    """Whether a file of a hub id is in the download cache, or the hub can be reached."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        is_cached = try_to_load_from_cache(hub_id, "config.json") is not None
+        is_cached = try_to_load_from_cache(hub_id, file) is not None
     except (HFValidationError, OSError):  # also of a name too long for a file
         return True  # transformers' own message explains it
     return constants.HF_HUB_OFFLINE or is_cached or hub_reachable()
 
 
 def _load_config(name: str | Path, source: str, trust_remote_code: bool) -> Any:
-    with _quiet_libraries():
+    with quiet_libraries():
         try:
             return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         except Exception as error:
-            raise _cannot_load(name, _first_sentence(error)) from error
+            raise _cannot_load(name, first_sentence(error)) from error
 
 
 def _check_generation_config(name: str | Path, source: str) -> None:
@@ -314,22 +342,12 @@ def _check_folder(name: str | Path, folder: Path) -> None:
             "it is an adapter; load its model with PEFT, merge them by merge_and_unload(), and "
             "save the result."
         )
-    elif any(folder.glob("*.gguf")):
-        reason = _of_gguf(folder, next(folder.glob("*.gguf")).name)
     else:
         reason = "it has no config.json."
         inner = next((one.parent for one in sorted(folder.glob("*/config.json"))), None)
         if inner is not None:
             reason = f"it has no config.json, but {inner} has one."
     raise _cannot_load(name, reason)
-
-
-def _of_gguf(folder: Path, file: str) -> str:
-    return (
-        f"GGUF is not read here. To convert it, `pip install gguf`, load it by transformers' "
-        f"AutoModelForCausalLM.from_pretrained('{folder}', gguf_file='{file}'), its tokenizer "
-        "likewise, and write both by save_pretrained(FOLDER)."
-    )
 
 
 def _check_weights(name: str | Path, folder: Path) -> None:
@@ -341,8 +359,6 @@ def _check_weights(name: str | Path, folder: Path) -> None:
     if any(folder.glob("*.safetensors")):
         return
     reason = "it has no weights, such as model.safetensors."
-    if found := next(folder.glob("*.gguf"), None):
-        reason = _of_gguf(folder, found.name)
     pickles = sorted(path.name for path in folder.glob("*.bin"))
     if pickles:
         reason = (
@@ -386,11 +402,11 @@ def _safetensors_problem(path: Path) -> str | None:
 
 def _cannot_load(name: str | Path, reason: str) -> ModelError:
     hint = _hint(str(name))
-    msg = (
-        f"model '{name}' cannot be loaded: {reason} Give a hub id or a folder with "
-        f"config.json, safetensors weights and a tokenizer{'.' if hint else ''}{hint}"
+    advice = (
+        " Give a hub id, a GGUF file, or a folder with config.json, safetensors weights and a "
+        f"tokenizer{'.' if hint else ''}{hint}"
     )
-    return ModelError(msg)
+    return cannot_load(name, reason + advice)
 
 
 def _hint(name: str) -> str:
@@ -404,33 +420,3 @@ def _hint(name: str) -> str:
             siblings = [str(one) for one in sorted(folder.iterdir()) if one.is_dir()]
     near = difflib.get_close_matches(name, [*installed_models(), *siblings], n=2, cutoff=0.7)
     return f" Did you mean {' or '.join(near)}?" if near else ""
-
-
-def _first_sentence(error: BaseException) -> str:
-    """Another library's message as one sentence: its first line, or all if that ends in a colon."""
-    lines = [line.strip() for line in str(error).strip().splitlines()]
-    has_sentence = isinstance(error, (OSError, ValueError)) and lines
-    line = lines[0] if has_sentence else error_summary(error)
-    if line.endswith(":"):
-        line = " ".join(lines)
-    return line if line.endswith((".", "!", "?")) else f"{line}."
-
-
-@contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Suppress progress bars, retries and advice of transformers and the hub's client."""
-    from huggingface_hub.utils import logging as hub
-    from transformers.utils import logging
-
-    has_bars = logging.is_progress_bar_enabled()
-    level, hub_level = logging.get_verbosity(), hub.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity(ERROR)
-    hub.set_verbosity(ERROR)
-    try:
-        yield
-    finally:
-        hub.set_verbosity(hub_level)
-        logging.set_verbosity(level)
-        if has_bars:
-            logging.enable_progress_bar()

@@ -110,20 +110,11 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "empty": (only("README.md", ""), "it has no config.json"),
     "nested": (only("inner/config.json", "{}"), "no config.json, but .*inner has one"),
     "adapter": (only("adapter_config.json", "{}"), "it is an adapter; .*PEFT"),
-    "gguf": (only("model.gguf", "GGUF"), "gguf_file='model.gguf'"),
     "deep JSON": (replaced("config.json", "[" * 100_000), "nested more than 100 levels"),
     "null": (replaced("config.json", "null"), "its config.json does not describe a model"),
     "encoder": (change_config(model_type="clip"), "CLIPConfig"),
     "deep tokenizer": (replaced("tokenizer.json", "[" * 100_000), "RecursionError"),
 }
-
-
-def test_gguf_is_refused_with_what_converts_it(tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path / "weights")
-    (folder / "model.safetensors").rename(folder / "model-q4.gguf")
-    for given in (folder, folder / "model-q4.gguf"):
-        with pytest.raises(ModelError, match=r"gguf_file='model-q4\.gguf'"):
-            load_model(given)
 
 
 @pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)

@@ -44,7 +44,7 @@ PresetName = Annotated[
     _policy(
         "--preset",
         metavar="NAME|FILE",
-        autocompletion=names_of("kvpolicy.presets", files=".toml"),
+        autocompletion=names_of("kvpolicy.presets", ".toml"),
         help="A sweep. [default: baselines]",
     ),
 ]
@@ -61,7 +61,7 @@ Plans = Annotated[
     _policy(
         "--plan",
         metavar="FILE|NAME",
-        autocompletion=names_of("kvpolicy.plans", files=".toml"),
+        autocompletion=names_of("kvpolicy.plans", ".toml"),
         help="A plan to compare; may be repeated.",
     ),
 ]
@@ -85,9 +85,9 @@ Models = Annotated[
     list[str] | None,
     _model(
         "--model",
-        metavar="NAME|FOLDER",
-        autocompletion=names_of("kvpolicy.models", files="/"),
-        help="Name of an installed model, hub id or local folder; may be repeated. "
+        metavar="NAME|FOLDER|FILE",
+        autocompletion=names_of("kvpolicy.models", "/", ".gguf"),
+        help="Name of an installed model, hub id, local folder or GGUF file; may be repeated. "
         "[default: the preset's]",
     ),
 ]
@@ -96,7 +96,7 @@ Tasks = Annotated[
     _task(
         "--task",
         metavar="NAME|FILE|ID",
-        autocompletion=names_of("kvpolicy.tasks", files=".jsonl"),
+        autocompletion=names_of("kvpolicy.tasks", ".jsonl"),
         help="A task, a file or a hub id, with options as NAME:KEY=VALUE,...; "
         "may be repeated. [default: the preset's]",
     ),

@@ -62,7 +62,7 @@ def show(
         str,
         typer.Argument(
             metavar="NAME|FILE|ID",
-            autocompletion=names_of("kvpolicy.tasks", files=".jsonl"),
+            autocompletion=names_of("kvpolicy.tasks", ".jsonl"),
             help="Task, with options after a colon.",
         ),
     ],

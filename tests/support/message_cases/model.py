@@ -41,9 +41,10 @@ def chat(content: str, **variables: object) -> list[int]:
     )
 
 
-def of_gguf(folder: Path) -> object:
+def of_gguf(folder: Path, *names: str) -> object:
     (folder / "weights").mkdir()
-    (folder / "weights" / "model-q4.gguf").touch()
+    for name in names:
+        (folder / "weights" / name).touch()
     return load_model(folder / "weights")
 
 
@@ -60,7 +61,10 @@ def attending_twice() -> Engine:
 
 CASES: dict[str, Callable[[Path], object]] = {
     "a folder without a model": without_configuration,
-    "a folder of GGUF": of_gguf,
+    "a folder of several GGUF files": lambda folder: of_gguf(folder, "a-q4.gguf", "a-q8.gguf"),
+    "a part of a GGUF file": lambda folder: of_gguf(folder, "a-00002-of-00003.gguf"),
+    "a GGUF file that is none": lambda folder: of_gguf(folder, "a.gguf"),
+    "a GGUF file that is not there": lambda _: load_model("a.gguf"),
     "a configuration of another number of layers": lambda _: with_other_layers(),
     "a model that attends twice in a layer": lambda _: attending_twice(),
     "a dtype that is none": lambda folder: load_model(folder, dtype=3),  # type: ignore[arg-type]
