@@ -12,36 +12,90 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-)
-from transformers import __version__ as transformers_version
+import attrs
 
 from kvpolicy.compat import dequantising
 from kvpolicy.errors import ModelError
 from kvpolicy.extras import install_extra
-from kvpolicy.files import open_binary
+from kvpolicy.files import open_binary, read_json
 from kvpolicy.model.libraries import cannot_load, first_sentence, quiet_libraries
-from kvpolicy.model.user_cache import built_once, cache_folder
+from kvpolicy.model.user_cache import built_once, cache_folder, size_of
 
 SUFFIX = ".gguf"
 
 _MAGIC = b"GGUF"
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-_OF_CONFIG = ("gguf_file", "gguf_sha256")
+
+
+@attrs.frozen
+class KeptGguf:
+    """What was read of a GGUF file, and is kept.
+
+    Attributes:
+        file: Name of the file.
+        sha256: Its hash, in hexadecimal digits.
+        folder: The folder with what was read.
+        num_bytes: Size of the folder.
+    """
+
+    file: str
+    sha256: str
+    folder: Path
+    num_bytes: int
+
+
+def readable_folder(folder: Path, name: str | Path) -> Path:
+    """A folder that transformers reads: the one given, or what was read of its GGUF file.
+
+    Args:
+        folder: A folder with safetensors weights, a GGUF file, or neither.
+        name: What the user named.
+
+    Raises:
+        ModelError: It has several GGUF files, or one that cannot be read.
+    """
+    found = [] if any(folder.glob("*.safetensors")) else gguf_in(folder)
+    if len(found) > 1:
+        files = ", ".join(path.name for path in found)
+        raise cannot_load(name, f"it has several GGUF files: {files}; name one of them")
+    return read_gguf(found[0], name) if found else folder
+
+
+def kept_gguf() -> list[KeptGguf]:
+    """What is kept of GGUF files, by the file's name; nothing is read from them.
+
+    Raises:
+        ModelError: A configuration cannot be read.
+    """
+    found = []
+    for folder in (cache_folder() / "gguf").glob("[0-9a-f]*"):
+        config = read_json(folder / "config.json", f"{folder}/config.json", error=ModelError)
+        file, sha256 = config["gguf_file"], config["gguf_sha256"]
+        found.append(KeptGguf(file, sha256, folder, size_of(folder)))
+    return sorted(found, key=lambda one: (one.file, str(one.folder)))
 
 
 def gguf_in(folder: Path) -> list[Path]:
     """The GGUF files of a folder."""
     return sorted(folder.glob(f"*{SUFFIX}"))
+
+
+def kept_of(path: Path) -> list[KeptGguf]:
+    """What is kept of one GGUF file, by whatever release it was read.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ModelError: The file cannot be read.
+    """
+    digest = _hash(path, path)
+    return [one for one in kept_gguf() if one.sha256 == digest]
 
 
 def check_reader(name: str | Path) -> None:
@@ -76,7 +130,7 @@ def read_gguf(path: Path, name: str | Path) -> Path:
         ModelError: The file cannot be read, or not without loss, or what was read not be kept.
     """
     digest = _hash(path, name)
-    target = cache_folder() / "gguf" / f"{digest}-transformers-{transformers_version}"
+    target = cache_folder() / "gguf" / f"{digest}-transformers-{version('transformers')}"
     what = f"what was read of model '{name}'"
     return built_once(target, what, lambda folder: _convert(path, name, digest, folder))
 
@@ -99,6 +153,14 @@ def _hash(path: Path, name: str | Path) -> str:
 
 def _convert(path: Path, name: str | Path, digest: str, folder: Path) -> None:
     check_reader(name)
+    import torch
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+    )
+
     metadata, num_weights = _contents(path, name)
     source: dict[str, Any] = {
         "pretrained_model_name_or_path": str(path.absolute().parent),
@@ -106,7 +168,7 @@ def _convert(path: Path, name: str | Path, digest: str, folder: Path) -> None:
     }
     architecture = metadata.get("general.architecture")
     no_decoder = (
-        f"its architecture '{architecture}' is none that transformers {transformers_version} "
+        f"its architecture '{architecture}' is none that transformers {version('transformers')} "
         "reads from GGUF as a decoder; take the model's folder of safetensors"
     )
     with quiet_libraries(), _quiet_bars():
@@ -122,8 +184,7 @@ def _convert(path: Path, name: str | Path, digest: str, folder: Path) -> None:
             )
     model, info = loaded
     _check_complete(name, model, info, metadata, num_weights)
-    for setting, value in zip(_OF_CONFIG, (path.name, digest), strict=True):
-        setattr(model.config, setting, value)
+    model.config.gguf_file, model.config.gguf_sha256 = path.name, digest
     # The weights are plain now, and `save_pretrained` refuses those that claim to be quantised.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
@@ -199,7 +260,7 @@ def _check_complete(
         reason += f", of which a {type(model).__name__} has {num_read:,}"
     if reason is not None:
         reason += (
-            f", and transformers {transformers_version} does not read that from GGUF; take the "
+            f", and transformers {version('transformers')} does not read that from GGUF; take the "
             "model's folder of safetensors"
         )
         raise cannot_load(name, reason)

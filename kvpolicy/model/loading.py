@@ -1,8 +1,4 @@
-"""Loading a model and its tokenizer: by an installed name, hub id, folder or GGUF file.
-
-An entry point of the group ``kvpolicy.models`` names a function without arguments that returns an
-`InstalledModel`.
-"""
+"""Loading a model and its tokenizer: by an installed name, hub id, folder or GGUF file."""
 
 import difflib
 from collections.abc import Callable, Mapping
@@ -10,22 +6,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import attrs
 import safetensors
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kvpolicy.entry_points import installed, load_installed
-from kvpolicy.errors import KVPolicyError, ModelError
+from kvpolicy.errors import ModelError
 from kvpolicy.files import read_json
-from kvpolicy.model.gguf import SUFFIX, gguf_in, read_gguf
+from kvpolicy.model.gguf import SUFFIX, read_gguf, readable_folder
 from kvpolicy.model.hub import hub_reachable
+from kvpolicy.model.installed import installed_models, model_folder, registered_model
 from kvpolicy.model.libraries import cannot_load, first_sentence, quiet_libraries
 from kvpolicy.model.packed import CpuWeights, packed_model, wants_packing
 from kvpolicy.model.tensor_parallel import TpPlan, loading_options
-from kvpolicy.plugin_code import plugin_code
-
-GROUP = "kvpolicy.models"
 
 DTYPES: dict[str, str | torch.dtype] = {
     "auto": "auto",
@@ -33,24 +25,6 @@ DTYPES: dict[str, str | torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-@attrs.frozen
-class InstalledModel:
-    """A model that a package installs.
-
-    Attributes:
-        folder: Hugging Face folder with configuration, safetensors weights and tokenizer.
-        dtype: Precision if the user asks for ``"auto"``; ``"auto"`` takes that of the weights.
-    """
-
-    folder: Path
-    dtype: str = "auto"
-
-
-def installed_models() -> list[str]:
-    """Names of the models that packages install, in alphabetical order."""
-    return list(installed(GROUP))
 
 
 def load_model(
@@ -201,12 +175,10 @@ def _find(name: str | Path, dtype: str | torch.dtype) -> tuple[str, str | torch.
     text, wanted = str(name), as_dtype(dtype)
     if text and _is(Path.is_dir, text):
         return _folder(name, Path(text)), wanted
-    if text in installed(GROUP):
-        describe = load_installed(GROUP, text, what="model", error=ModelError)
-        with plugin_code(f"model '{text}' is broken", ModelError, passes=(KVPolicyError,)):
-            model: InstalledModel = describe()
-            folder = Path(model.folder)
-        return _folder(name, folder), as_dtype(model.dtype) if dtype == "auto" else wanted
+    if text in installed_models():
+        model = registered_model(text)
+        folder = _folder(name, model_folder(text, model))
+        return folder, as_dtype(model.dtype) if dtype == "auto" else wanted
     if _is(Path.is_file, text):
         if text.endswith(SUFFIX):
             return str(read_gguf(Path(text), name)), wanted
@@ -234,15 +206,10 @@ def _find(name: str | Path, dtype: str | torch.dtype) -> tuple[str, str | torch.
 
 
 def _folder(name: str | Path, folder: Path) -> str:
-    """A folder that transformers reads: the one given, or what was read of its GGUF file."""
-    found = [] if any(folder.glob("*.safetensors")) else gguf_in(folder)
-    if len(found) > 1:
-        files = ", ".join(path.name for path in found)
-        raise cannot_load(name, f"it has several GGUF files: {files}; name one of them")
-    if found:
-        return str(read_gguf(found[0], name))
-    _check_folder(name, folder)
-    return str(folder)
+    """The folder that transformers reads for one that a user or a package names."""
+    found = readable_folder(folder, name)
+    _check_folder(name, found)
+    return str(found)
 
 
 def _downloaded(name: str | Path, hub_id: str, file: str) -> Path:

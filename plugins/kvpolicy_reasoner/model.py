@@ -18,19 +18,9 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from kvpolicy.model.loading import InstalledModel, load_model
-from kvpolicy_reasoner import REASONER_VERBOSE, bundled_path
+from kvpolicy.model.loading import load_model
+from kvpolicy_reasoner import bundled_path
 from kvpolicy_reasoner.tokenizer import build_tokenizer, build_verbose_tokenizer
-
-
-def reasoner() -> InstalledModel:
-    """The first reasoner. Weights are stored in bfloat16 to save space, and run in float32."""
-    return InstalledModel(bundled_path(), dtype="float32")
-
-
-def reasoner_verbose() -> InstalledModel:
-    """The second reasoner, stored and run in the same dtypes as the first."""
-    return InstalledModel(bundled_path(REASONER_VERBOSE), dtype="float32")
 
 
 def load_reasoner(

@@ -13,14 +13,15 @@ from tiny import tiny_model
 from kvpolicy import Engine, Plan
 from kvpolicy.entry_points import EntryPoint
 from kvpolicy.errors import ModelError
-from kvpolicy.model import hub, loading
-from kvpolicy.model.loading import InstalledModel, load_model, load_skeleton
+from kvpolicy.model import hub, installed, loading
+from kvpolicy.model.installed import GROUP, InstalledModel
+from kvpolicy.model.loading import load_model, load_skeleton
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **models: InstalledModel) -> None:
     """Register models as packages do by entry point."""
-    monkeypatch.setattr(loading, "installed", lambda _: dict.fromkeys(models))
-    monkeypatch.setattr(loading, "load_installed", lambda _, name, **__: lambda: models[name])
+    monkeypatch.setattr(installed, "installed", lambda _: dict.fromkeys(models))
+    monkeypatch.setattr(installed, "load_installed", lambda _, name, **__: lambda: models[name])
 
 
 def test_installed_model_is_loaded_in_its_preferred_precision(
@@ -36,7 +37,7 @@ def test_installed_model_is_loaded_in_its_preferred_precision(
 def test_installed_model_with_import_error_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    point = EntryPoint("tiny", "no_such_package:model", loading.GROUP)
+    point = EntryPoint("tiny", "no_such_package:model", GROUP)
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: [point])
     with pytest.raises(ModelError, match="tiny"):
         load_model("tiny")

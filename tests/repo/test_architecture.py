@@ -63,7 +63,7 @@ IN_ENGINE = {
     "reuse": {"requests", "snapshots"},
 }
 POLICY_PACKAGES = ["kvpolicy_baselines", "kvpolicy_plugins", "skipkv_plugin"]
-PLUGIN_PACKAGES = [*POLICY_PACKAGES, "kvpolicy_reasoner"]
+PLUGIN_PACKAGES = [*POLICY_PACKAGES, "kvpolicy_models", "kvpolicy_reasoner"]
 PUBLIC = {"kvpolicy", "kvpolicy.toolkit"}
 PAGE = Path(__file__).parents[2] / "docs/explanation/architecture.md"
 
