@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from kvpolicy.model.loading import load_model
 from kvpolicy_reasoner import bundled_path
+from kvpolicy_reasoner.installed import reasoner, reasoner_verbose  # noqa: F401 - older entry points
 from kvpolicy_reasoner.tokenizer import build_tokenizer, build_verbose_tokenizer
 
 
