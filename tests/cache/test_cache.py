@@ -251,7 +251,9 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=25, stateful_step_count=20)
+TestCache.settings = settings(
+    max_examples=4 * settings.default.max_examples, stateful_step_count=20
+)
 
 
 def test_num_bytes_counts_every_tensor_of_every_layer() -> None:

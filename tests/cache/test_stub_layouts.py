@@ -4,15 +4,15 @@ The stores round numbers, so what they give is compared with a store of full pre
 alike: tokens and kept rows are equal to the bit, in every layout.
 """
 
-import subprocess
-import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import pytest
 import torch
 from families import family_model
+from fresh_process import run_fresh
 from tiny import tiny_model
 from torch import Tensor
 
@@ -75,6 +75,7 @@ PLANS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", PLANS)
 def test_rows_in_8_bits_run_in_every_layout(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = family_model("mistral", window=20) if "window" in kind else tiny_model()
@@ -245,7 +246,7 @@ def test_a_state_is_copied_with_its_slot(cache: KVCache) -> None:
     assert torch.equal(wider.layers[2].keys[0, :, :6], cache.layers[2].keys[2])
 
 
-def test_a_layout_that_no_layer_needs_is_not_imported() -> None:
+def test_a_layout_that_no_layer_needs_is_not_imported(tmp_path: Path) -> None:
     """In a process of its own: each plan brings in its own layout, and no other."""
     code = """
 import sys, torch
@@ -259,8 +260,8 @@ for window, slab in ((None, plain), (None, shared), (3, plain), (None, kept)):
     KVCache([LayerShape(2, 2, 4, torch.float32, torch.device("cpu"), window)], [slab], 1)
     print(*names())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[:4] == [
+    done = run_fresh(code, folder=tmp_path)
+    assert done.out.split("\n")[:4] == [
         "",
         "ragged",
         "ragged window",

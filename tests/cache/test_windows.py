@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from list_reference import ListLayer, reference_tokens
 from recorder import Recorder
-from strategies import plans, prompts
+from strategies import costly, plans, prompts
 from tiny import greedy_tokens
 from torch import Tensor
 
@@ -149,6 +149,7 @@ def test_eviction_in_a_window_equals_the_list_reference(
         assert list(result.tokens) == reference_tokens(model, layers, prompt, 25)
 
 
+@costly
 @given(st.data(), st.sampled_from(WINDOWED), prompts(count=3, max_len=30), chunks)
 def test_batched_sequence_equals_sequence_alone_in_windows(
     data: st.DataObject, family: str, prompts: list[list[int]], chunk: int
@@ -163,6 +164,7 @@ def test_batched_sequence_equals_sequence_alone_in_windows(
         assert result.tokens == expected.tokens
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stored", ["none", "stored"])
 def test_padded_batches_run_in_windows(stored: str) -> None:
     model = family_model("gpt_oss", window=10)

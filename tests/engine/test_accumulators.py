@@ -212,7 +212,7 @@ def check_alike(model: PreTrainedModel, *variants: dict[str, Any], **shared: Any
             assert_equal(seen[key], notes)
 
 
-VARIANTS = [{"chunk": 1}, {"chunk": 5}, {"slots": 1}, {"eager": True}, {"steps_per_read": 4}]
+VARIANTS = [{"chunk": 1, "slots": 1}, {"chunk": 5, "steps_per_read": 4}, {"eager": True}]
 
 
 def test_chunks_neighbours_and_paths_do_not_matter() -> None:
@@ -244,7 +244,7 @@ class Asked(Watch):
 @pytest.mark.parametrize("family", ["gemma2", "mistral"])
 def test_nor_do_they_where_a_slab_slides_with_the_window(family: str) -> None:
     model = family_model(family, dtype=torch.float64)
-    variants = [{"chunk": 1}, {"chunk": 4, "slots": 2}, {"eager": True}]
+    variants = [{"chunk": 1}, {"chunk": 4, "slots": 2, "eager": True}]
     check_alike(model, *variants, budget=3, buffer=60, watch=Asked)
 
 

@@ -70,7 +70,7 @@ class Compares:
         return scores
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_output_projection_is_the_models_own(family: str) -> None:
     model = family_model(family, window=100)
@@ -131,6 +131,7 @@ class Recomputes:
         return weights.rotate(by_head, positions.expand(by_head.shape[:3]))[0]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("family", [*sorted(FAMILIES), "gpt_neox"])
 def test_queries_keys_and_values_are_the_models_own(family: str) -> None:
     changes = {"hidden_act": "gelu", "rotary_pct": 0.5} if family == "gpt_neox" else None

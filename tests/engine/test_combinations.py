@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from ragged_policies import LongKeysAlike
 from reuse_cases import llama
+from strategies import costly
 from torch import Tensor
 
 from kvpolicy import (
@@ -260,5 +261,5 @@ class Combinations(RuleBasedStateMachine):
 
 
 # Steps of a script: a failing one is shrunk to a few.
-Combinations.TestCase.settings = settings(stateful_step_count=12)
+Combinations.TestCase.settings = settings(costly, stateful_step_count=12)
 TestCombinations = Combinations.TestCase

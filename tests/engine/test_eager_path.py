@@ -17,7 +17,7 @@ PLANS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_eager_path_gives_the_same_tokens_and_rows(name: str) -> None:
     model = tiny_model(dtype=torch.float64)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import prompts, roomy_plans, seeds
+from strategies import costly, prompts, roomy_plans, seeds
 from tiny import FAMILIES, greedy_tokens, shared_model, tiny_model
 
 from kvpolicy import Engine, Plan, Request, Sampling
@@ -30,6 +30,7 @@ slots = st.integers(1, 5)
 chunks = st.sampled_from([1, 2, 3, 7, 512])
 
 
+@costly
 @given(models, prompts(), roomy_plans(num_layers=NUM_LAYERS, rows=ROOMY), slots, chunks)
 def test_unexceeded_budget_equals_generate(
     model: torch.nn.Module, prompts: list[list[int]], plan: Plan, slots: int, chunk: int
@@ -45,6 +46,7 @@ def test_unexceeded_budget_equals_generate(
         assert result.finish_reason == "length"
 
 
+@costly
 @given(models, prompts(min_len=4, max_len=40), chunks)
 def test_full_cache_equals_generate_for_any_chunk_size(
     model: torch.nn.Module, prompts: list[list[int]], chunk: int
@@ -56,6 +58,7 @@ def test_full_cache_equals_generate_for_any_chunk_size(
         assert list(result.tokens) == greedy_tokens(model, prompt, 8)
 
 
+@costly
 @given(models, prompts(count=4), st.permutations(range(4)), slots)
 def test_requests_of_different_lengths_all_complete(
     model: torch.nn.Module, prompts: list[list[int]], lengths: list[int], slots: int
@@ -71,6 +74,7 @@ def test_requests_of_different_lengths_all_complete(
 
 
 # In double precision no draw is so near to a limit between two tokens that rounding matters.
+@costly
 @given(doubles, prompts(count=3), seeds, slots)
 def test_sampled_tokens_are_equal_under_any_unexceeded_budget(
     model: torch.nn.Module, prompts: list[list[int]], seed: int, slots: int

@@ -12,7 +12,7 @@ from families import family_model
 from hypothesis import given
 from hypothesis import strategies as st
 from list_reference import ListLayer, reference_tokens
-from strategies import plans, prompts
+from strategies import costly, plans, prompts
 from tiny import greedy_tokens, shared_model, tiny_model
 from torch import Tensor
 
@@ -111,6 +111,7 @@ def assert_prompt_is_held(cache: KVCache, plan: ResolvedPlan, seq: Any, keys_of:
         assert seq.compactions == 0 or len(seq.prompt) == num_in, "a compaction in the prefill"
 
 
+@costly
 @given(st.data(), models, kept_plans, prompts(count=4, max_len=40), chunks, st.booleans())
 def test_prompts_are_whole_at_every_moment_under_every_policy(
     data: st.DataObject,
@@ -134,6 +135,7 @@ def test_prompts_are_whole_at_every_moment_under_every_policy(
             assert result.peak_rows <= max(most)
 
 
+@costly
 @given(
     st.sampled_from(["llama", "gemma2", "mistral"]),
     prompts(count=3, max_len=12),
@@ -208,6 +210,7 @@ class Attention:
         return keep
 
 
+@costly
 @given(prompts(count=1, max_len=20), st.integers(1, 6), st.integers(1, 5), st.integers(0, 3))
 def test_a_plan_that_keeps_prompts_equals_a_policy_that_pins_them(
     prompts: list[list[int]], budget: int, buffer: int, seed: int
@@ -230,27 +233,6 @@ def test_a_plan_that_keeps_prompts_equals_a_policy_that_pins_them(
     for (layer, one), (other_layer, other) in zip(behind, all_rows, strict=True):
         assert layer == other_layer
         assert torch.equal(one, other[:, :, len(prompt) :])
-
-
-@given(st.data(), prompts(count=4, max_len=40), chunks)
-def test_batched_sequence_equals_sequence_alone(
-    data: st.DataObject, prompts: list[list[int]], chunk: int
-) -> None:
-    """Prompts of different lengths share a call: they generate equally many rows."""
-    model = tiny_model("llama", dtype=torch.float64)
-    plan = data.draw(kept_plans)
-    batched = Engine(model, plan=plan, slots=3, chunk=chunk)
-    for prompt, result in zip(
-        prompts, batched.generate(prompts, max_new_tokens=NEW_TOKENS).results(), strict=True
-    ):
-        alone = Engine(model, plan=plan, slots=1).generate([prompt], max_new_tokens=NEW_TOKENS)
-        (expected,) = alone.results()
-        assert result.tokens == expected.tokens
-        assert (result.compactions, result.rows_evicted, result.peak_rows) == (
-            expected.compactions,
-            expected.rows_evicted,
-            expected.peak_rows,
-        )
 
 
 def test_tracks_and_attention_of_a_call_belong_to_their_sequences() -> None:
@@ -284,6 +266,7 @@ def test_prompts_of_different_lengths_are_asked_about_together() -> None:
     assert torch.equal(shown, (starts + torch.arange(8)).expand(-1, 2, -1))
 
 
+@costly
 @given(models, prompts(max_len=40), st.integers(1, 4), chunks)
 def test_tokens_equal_generate_if_no_answer_exceeds_its_budget(
     model: torch.nn.Module, prompts: list[list[int]], slots: int, chunk: int
@@ -329,6 +312,7 @@ def test_a_lookahead_leaves_prompts_that_stay_as_they_are(monkeypatch: pytest.Mo
         assert result.rows_evicted > 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("num_prompt", "longest"), [(9, 9), (9, 60), (14, 14), (30, 30)])
 def test_rows_of_a_prompt_that_left_the_window_are_dropped_at_a_compaction(
     num_prompt: int, longest: int
@@ -363,7 +347,8 @@ def test_rows_of_a_prompt_that_left_the_window_are_dropped_at_a_compaction(
 # Memory
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("eager", [True, False])
 def test_slabs_have_room_for_the_longest_prompt_of_the_run(eager: bool) -> None:
     model = shared_model("llama")
     plan = Plan.uniform("h2o", "protect", budget=12, buffer=4, prompt="keep")
@@ -403,6 +388,7 @@ def test_layers_without_a_budget_are_as_they_were() -> None:
     assert [layer.slab(stack, 100, 20).room for layer, stack in pairs] == [None, None]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv"])
 def test_a_policy_that_compacts_prompts_only_evicts_nothing(name: str) -> None:
     model = shared_model("llama")
@@ -413,6 +399,7 @@ def test_a_policy_that_compacts_prompts_only_evicts_nothing(name: str) -> None:
     assert list(result.tokens) == greedy_tokens(model, [3, 4] * 20, 30)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_resumed_sequence_has_the_rows_of_its_first_prompt(family: str, tmp_path: Path) -> None:
     model = family_model(family, window=9, dtype=torch.float64)
@@ -467,6 +454,7 @@ def test_recordings_have_the_positions_of_generated_rows() -> None:
         assert min(first for first, _ in one.ranges) >= len(prompts[one.request])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_kept_rows_of_a_prompt_are_recorded_as_kept(family: str) -> None:
     model = family_model(family, window=8)

@@ -34,7 +34,8 @@ class Rated:
         return ((positions * 37 + heads * 53) % 29).float()
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("eager", [True, False])
 def test_full_cache_equals_generate(device: torch.device, eager: bool) -> None:
     engine = Engine(model_on(device), plan=Plan.uniform("full"), slots=2, eager=eager)
     results = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS).results()
@@ -53,7 +54,7 @@ def test_eviction_equals_the_list_reference(device: torch.device) -> None:
         assert list(result.tokens) == reference_tokens(reference, layers, prompt, NEW_TOKENS)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stack", EVICTING, ids="+".join)
 def test_batched_sequence_equals_sequence_alone(
     device: torch.device, stack: tuple[str, ...]

@@ -8,14 +8,14 @@ from batches import generated_tokens
 from compare import result_values
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import plans, prompts
+from strategies import costly, plans, prompts
 from tiny import FAMILIES, shared_model
 
 from kvpolicy import Engine, Plan, PolicyCache
 from kvpolicy.model.forward_input import ForwardInput
 
 NUM_LAYERS = 2
-# As in test_isolation.py: in double precision the order of additions does not matter.
+# As in test_open_run.py: in double precision the order of additions does not matter.
 models = st.builds(
     shared_model,
     st.sampled_from(FAMILIES),
@@ -41,6 +41,7 @@ def forwards_of(engine: Engine) -> list[ForwardInput]:
     return forwards
 
 
+@costly
 @given(models, long_prompts, plans(num_layers=NUM_LAYERS), chunks, most_tokens, st.integers(1, 5))
 def test_no_prefill_exceeds_the_most_tokens_and_results_do_not_depend_on_them(
     model: torch.nn.Module,
@@ -87,6 +88,7 @@ def test_eight_thousand_tokens_are_prefilled_together_by_default() -> None:
     assert prefill_shapes([16] * 513) == [[16] * 512, [16]]
 
 
+@costly
 @given(models, long_prompts, most_tokens)
 def test_policy_cache_has_the_same_bound(
     model: torch.nn.Module, prompts: list[list[int]], most: int

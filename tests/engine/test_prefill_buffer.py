@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from list_reference import ListLayer, reference_tokens
 from reuse_cases import assert_same, llama
-from strategies import prompts
+from strategies import costly, prompts
 from tiny import shared_model
 from torch import Tensor
 
@@ -72,6 +72,7 @@ class EntersInList(ListLayer):
         self.buffer = later
 
 
+@costly
 @given(
     prompts(count=3, max_len=24),
     st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(0, 14)),
@@ -202,6 +203,7 @@ PLANS = {
 LENGTHS = (3, 41, 70, 25, 17, 55, 16)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", list(PLANS))
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_batch_equals_each_prompt_alone_also_when_prompts_wait_for_a_lane(
@@ -222,6 +224,7 @@ def test_a_batch_equals_each_prompt_alone_also_when_prompts_wait_for_a_lane(
         assert_same(results[number], theirs)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", list(PLANS))
 def test_a_prefix_store_changes_nothing(name: str) -> None:
     first, *others = random_prompts(60, 9, 20)
@@ -235,6 +238,7 @@ def test_a_prefix_store_changes_nothing(name: str) -> None:
     assert store.stats.reused_tokens > 100
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
 def test_a_prompt_goes_on_from_a_snapshot_in_its_middle(num_steps: int) -> None:
     request, plan = requests(random_prompts(57))[0], PLANS["rkv"]
@@ -323,7 +327,7 @@ def test_memory_is_slots_and_one_staging_area_known_beforehand(
     assert found.staging_bytes == num_staged * 92 * per_row * len(found.layers)
     assert found.num_bytes == without.num_bytes + found.staging_bytes
     engine = Engine(model, plan=plan, slots=4, max_tokens_per_forward=max_tokens)
-    run = engine.generate(requests(random_prompts(*[150] * 6), 50))
+    run = engine.generate(requests(random_prompts(*[150] * 6), 5))
     run.results()
     assert run.cache.num_bytes == found.num_bytes
     assert run.report.peak_kv_bytes <= found.num_bytes + found.copied_bytes

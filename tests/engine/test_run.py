@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import prompts
+from strategies import costly, prompts
 from tiny import greedy_tokens, shared_model, tiny_model, tiny_tokenizer
 
 from kvpolicy import Engine, Extension, Plan, Request, Sampling, hookimpl
@@ -80,6 +80,7 @@ class ShortestFirst:
         return [equally_short[:num_free]]
 
 
+@costly
 @given(prompts(count=5, max_len=6), st.integers(1, 3))
 def test_schedule_changes_admission_order_but_no_token(
     prompts: list[list[int]], slots: int

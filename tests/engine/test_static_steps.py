@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import costly
 from tiny import greedy_tokens, shared_model, tiny_model, tiny_tokenizer
 from torch import Tensor
 
@@ -68,6 +69,7 @@ def requests(draw: st.DrawFn) -> Request:
     )
 
 
+@costly
 @given(
     st.sampled_from(sorted(PLANS)), st.lists(requests(), min_size=1, max_size=6), st.integers(2, 11)
 )
@@ -200,7 +202,7 @@ def states_after(engine: Engine, num_steps: int) -> list[Tensor]:
     return [tensor for layer in run.cache.layers for tensor in layer.tensors]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_steps", [3, 12, 30])
 @pytest.mark.parametrize("stack", [["h2o"], ["snapkv"], ["h2o_last", "protect"]])
 def test_sliding_slabs_hold_what_the_eager_path_holds(stack: list[str], num_steps: int) -> None:

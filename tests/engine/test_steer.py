@@ -7,7 +7,7 @@ import attrs
 import pytest
 import torch
 from hypothesis import given
-from strategies import prompts, seeds
+from strategies import costly, prompts, seeds
 from tiny import greedy_tokens, shared_model, tiny_model
 from torch import Tensor, nn
 
@@ -42,6 +42,7 @@ def tokens(model: nn.Module, prompts: list[list[int]], *stack: object) -> list[t
     return [result.tokens for result in results]
 
 
+@costly
 @given(prompts(count=3), seeds)
 def test_steering_changes_are_summed_in_any_order(prompts: list[list[int]], seed: int) -> None:
     model = shared_model(**DOUBLE)
@@ -51,6 +52,7 @@ def test_steering_changes_are_summed_in_any_order(prompts: list[list[int]], seed
     assert tokens(model, prompts, Push(c), Push(a), Push(b)) == summed
 
 
+@costly
 @given(prompts(count=2))
 def test_zero_steering_changes_nothing(prompts: list[list[int]]) -> None:
     model = shared_model(**DOUBLE)
@@ -140,6 +142,7 @@ def test_steer_returning_none_changes_nothing() -> None:
     assert tokens(model, [[1, 2, 3]], ReturnsNone()) == tokens(model, [[1, 2, 3]])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("slots", [2, 3])
 def test_steering_does_not_depend_on_other_sequences(slots: int) -> None:
     @attrs.define(eq=False)

@@ -14,7 +14,7 @@ from kvpolicy import Engine, Plan, PolicyCache
 from kvpolicy.compat import cache_argument
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 16]
-NUM_TOKENS = 12
+NUM_TOKENS = 8
 
 
 def engine_job(model: Any, policy: str) -> Callable[[], Any]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recorder import Recorder
-from strategies import plans, prompts
+from strategies import costly, plans, prompts
 from tiny import shared_model, tiny_tokenizer
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
@@ -38,6 +38,7 @@ def trace_of(plan: Plan, tokenizer: Any = None, **options: Any) -> tuple[Trace, 
 # --- completeness ---------------------------------------------------------------------------
 
 
+@costly
 @given(prompts(count=3), st.integers(1, 3), st.integers(1, 8))
 def test_every_compaction_is_recorded_with_its_shapes(
     prompts: list[list[int]], slots: int, buffer: int

@@ -82,7 +82,7 @@ def bound(policies: Stack) -> list[Bound]:
     return [policies.bind(layer_idx, weights) for layer_idx in range(NUM_LAYERS)]
 
 
-@pytest.mark.few(30)
+@pytest.mark.few(12)
 @pytest.mark.parametrize("slots", [[2], [0, 1, 3]])
 @pytest.mark.parametrize(("name", "knobs"), CASES, ids=str)
 def test_a_compaction_of_a_bundled_policy_does_not_wait(

@@ -77,7 +77,7 @@ KINDS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapted_models_give_their_own_tokens(kind: str) -> None:
     model = adapted(KINDS[kind]())

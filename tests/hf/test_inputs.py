@@ -7,7 +7,7 @@ import torch
 from batches import PAD, generated_tokens, padded
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import SMALL_KNOBS, prompts, seeds
+from strategies import SMALL_KNOBS, costly, prompts, seeds
 from tiny import FAMILIES, shared_model
 from torch import Tensor, nn
 
@@ -62,6 +62,7 @@ def two_turns(
     return text, answer
 
 
+@costly
 @given(models, questions, questions, plans_by_fill())
 def test_second_turn_equals_the_engine_on_the_whole_text(
     model: nn.Module, question: list[list[int]], more: list[list[int]], plan: Plan
@@ -72,6 +73,7 @@ def test_second_turn_equals_the_engine_on_the_whole_text(
     assert cache.report.tokens == (len(text) + SECOND - 1,)
 
 
+@costly
 @given(models, questions, questions)
 def test_second_turn_equals_generate_without_eviction(
     model: nn.Module, question: list[list[int]], more: list[list[int]]
@@ -81,6 +83,7 @@ def test_second_turn_equals_generate_without_eviction(
     assert answer == generated_tokens(model, [text], SECOND)[0]
 
 
+@costly
 @given(models, prompts(count=3, max_len=30), prompts(count=3, max_len=9), plans_by_fill())
 def test_second_turn_of_a_padded_batch_equals_the_engine(
     model: nn.Module, questions: list[list[int]], more: list[list[int]], plan: Plan
@@ -110,6 +113,7 @@ def test_two_calls_equal_one_long_call(
     assert [*first, *rest] == engine_tokens(model, prompt, plan, cut + SECOND)
 
 
+@costly
 @given(models, questions, questions, plans_by_fill(), seeds)
 def test_reset_cache_equals_a_new_cache(
     model: nn.Module, question: list[list[int]], other: list[list[int]], plan: Plan, seed: int

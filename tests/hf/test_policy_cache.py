@@ -9,7 +9,7 @@ import torch
 from batches import generated_tokens, padded
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import plans, prompts, roomy_plans, seeds
+from strategies import costly, plans, prompts, roomy_plans, seeds
 from tiny import FAMILIES, shared_model, tiny_model
 from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
@@ -25,7 +25,7 @@ NEW_TOKENS = 13
 ROOMY = 80  # rows: more than any prompt and its continuation
 TIGHT = Plan.uniform("rkv", budget=12, buffer=4, knobs={"rkv": {"window_size": 4}})
 
-# As in test_isolation.py: in double precision the order of additions does not matter.
+# As in test_open_run.py: in double precision the order of additions does not matter.
 models = st.builds(
     shared_model,
     st.sampled_from(FAMILIES),
@@ -44,15 +44,27 @@ def engine_tokens(
     return [list(result.tokens) for result in run.results()]
 
 
+@costly
 @given(models, batches, plans(num_layers=NUM_LAYERS), chunks, st.integers(1, 5))
-def test_greedy_tokens_equal_the_engine(
+def test_greedy_tokens_and_what_is_reported_equal_the_engine(
     model: nn.Module, prompts: list[list[int]], plan: Plan, chunk: int, slots: int
 ) -> None:
     cache = PolicyCache(model, plan, chunk=chunk)
     tokens = generated_tokens(model, prompts, NEW_TOKENS, past_key_values=cache)
-    assert tokens == engine_tokens(model, prompts, plan, NEW_TOKENS, slots=slots, chunk=chunk)
+    engine = Engine(model, plan=plan, slots=slots, chunk=chunk)
+    results = engine.generate(prompts, max_new_tokens=NEW_TOKENS).results()
+    assert tokens == [list(result.tokens) for result in results]
+    report = cache.report
+    longest = max(map(len, prompts)) + NEW_TOKENS
+    layers = plan.resolve(NUM_LAYERS).layers
+    assert report.tokens == tuple(len(prompt) + NEW_TOKENS - 1 for prompt in prompts)
+    assert report.peak_rows <= max(layer.capacity(longest) for layer in layers)
+    assert max(report.rows) <= report.peak_rows
+    # Neither compacts what the last token has made due.
+    assert report.rows_evicted == sum(result.rows_evicted for result in results)
 
 
+@costly
 @given(models, prompts(max_len=30), plans(num_layers=NUM_LAYERS, max_budget=13), chunks)
 def test_greedy_tokens_equal_the_engine_if_prompts_stay(
     model: nn.Module, prompts: list[list[int]], plan: Plan, chunk: int
@@ -84,6 +96,7 @@ def test_in_a_conversation_the_rows_of_the_first_prompt_stay() -> None:
     assert max(cache.report.rows) <= 31
 
 
+@costly
 @given(batches, plans(num_layers=NUM_LAYERS), st.integers(0, 3))
 def test_greedy_tokens_equal_the_engine_in_single_precision(
     prompts: list[list[int]], plan: Plan, seed: int
@@ -96,7 +109,7 @@ def test_greedy_tokens_equal_the_engine_in_single_precision(
     assert tokens == engine_tokens(model, prompts, plan, NEW_TOKENS, slots=slots, eager=eager)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ["full", "h2o"])
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_every_model_family_equals_the_engine(family: str, name: str) -> None:
@@ -137,6 +150,7 @@ def test_sampled_tokens_equal_generate_with_unexceeded_budget(
     assert answers[0] == answers[1]
 
 
+@pytest.mark.nightly
 @given(models, batches, plans(num_layers=NUM_LAYERS), seeds)
 def test_sampling_under_eviction_is_reproducible(
     model: nn.Module, prompts: list[list[int]], plan: Plan, seed: int
@@ -163,6 +177,7 @@ def test_half_precision_equals_generate(family: str) -> None:
     )
 
 
+@costly
 @given(models, prompts(count=3, max_len=30), plans(num_layers=NUM_LAYERS), st.integers(1, 12))
 def test_row_that_ends_early_does_not_affect_others(
     model: nn.Module, prompts: list[list[int]], plan: Plan, stop_index: int
@@ -179,24 +194,6 @@ def test_row_that_ends_early_does_not_affect_others(
     assert len(set(cache.report.tokens)) == len({len(prompt) for prompt in prompts})
 
 
-@given(models, batches, plans(num_layers=NUM_LAYERS), chunks)
-def test_rows_are_bounded_and_reported(
-    model: nn.Module, prompts: list[list[int]], plan: Plan, chunk: int
-) -> None:
-    cache = PolicyCache(model, plan, chunk=chunk)
-    generated_tokens(model, prompts, NEW_TOKENS, past_key_values=cache)
-    report = cache.report
-    longest = max(map(len, prompts)) + NEW_TOKENS
-    layers = plan.resolve(NUM_LAYERS).layers
-    assert report.tokens == tuple(len(prompt) + NEW_TOKENS - 1 for prompt in prompts)
-    assert report.peak_rows <= max(layer.capacity(longest) for layer in layers)
-    assert max(report.rows) <= report.peak_rows
-    # Neither compacts what the last token has made due.
-    engine = Engine(model, plan=plan, slots=5, chunk=chunk)
-    results = engine.generate(prompts, max_new_tokens=NEW_TOKENS).results()
-    assert report.rows_evicted == sum(result.rows_evicted for result in results)
-
-
 @pytest.mark.nightly
 def test_peak_memory_does_not_depend_on_length() -> None:
     model = shared_model(num_layers=NUM_LAYERS)
@@ -211,6 +208,7 @@ def test_peak_memory_does_not_depend_on_length() -> None:
     assert late.tokens == (419,)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("names", [("full",), ("streaming", "protect"), ("snapkv",)])
 def test_slabs_grow_when_max_length_is_unknown(
     names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from batches import PAD, generated_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 from recorder import RecordsAndSteers
-from strategies import prompts
+from strategies import costly, prompts
 from tiny import greedy_tokens, shared_model, tiny_model, tiny_tokenizer
 from torch import nn
 
@@ -87,6 +87,7 @@ class KeepsWhatStandsOut:
         return tracks["size"]
 
 
+@costly
 @given(prompts(count=3, max_len=30), st.integers(1, 7), st.sampled_from([3, 512]), st.booleans())
 def test_annotations_equal_those_of_the_engine(
     prompts: list[list[int]], buffer: int, chunk: int, in_step: bool
@@ -99,6 +100,7 @@ def test_annotations_equal_those_of_the_engine(
     assert generated_tokens(model, prompts, 10, past_key_values=cache) == answers
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("in_step", [True, False])
 def test_annotations_go_with_a_row_through_copies_and_turns(in_step: bool) -> None:
     model = shared_model(num_layers=NUM_LAYERS, **DOUBLE)

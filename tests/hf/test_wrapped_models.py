@@ -28,6 +28,7 @@ def engine_tokens(model: Any) -> list[list[int]]:
     return [list(result.tokens) for result in run.results()]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens_of", [cache_tokens, engine_tokens])
 def test_gradient_checkpointing_changes_no_token(tokens_of: Callable[[Any], Any]) -> None:
     """transformers drops the cache of a layer that is checkpointed in training."""
@@ -42,6 +43,7 @@ def test_gradient_checkpointing_changes_no_token(tokens_of: Callable[[Any], Any]
     assert tokens_of(model.eval()) == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["generation_config", "config"])
 def test_a_model_that_is_set_to_use_no_cache_is_named(name: str) -> None:
     model = tiny_model()
@@ -58,6 +60,7 @@ def test_use_cache_as_an_argument_is_named() -> None:
         cache_tokens(tiny_model(), use_cache=False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_of_a_model_get_caches_of_their_own(copied: Callable[[Any], Any]) -> None:
     model = tiny_model()

@@ -42,6 +42,7 @@ BAD_SCORES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", BAD_SCORES)
 def test_bad_scores_raise(case: str) -> None:
     answer, got = BAD_SCORES[case]
@@ -82,6 +83,7 @@ BAD_ROWS: dict[str, tuple[Callable[[Tensor, int], Any], str]] = {
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("case", BAD_ROWS)
 def test_bad_row_indices_raise(case: str) -> None:
     answer, got = BAD_ROWS[case]

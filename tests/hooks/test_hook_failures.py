@@ -9,7 +9,7 @@ import torch
 from compare import result_values
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import plans, prompts
+from strategies import costly, plans, prompts
 from tiny import shared_model, tiny_model
 from torch import Tensor
 
@@ -150,6 +150,7 @@ def test_a_failure_is_told_once_and_no_other_layer_is_asked() -> None:
     assert [(one.requests, one.layer_idx) for one in failures] == [((0, 1), 0)]
 
 
+@costly
 @given(
     prompts(count=5, max_len=30),
     st.sets(st.integers(0, 4), max_size=3),
@@ -527,7 +528,7 @@ def model_that_overflows(token: int) -> Any:
     return model
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk", [4, 512])
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "merge"])
 def test_nan_of_the_model_ends_its_sequence_and_no_policy_is_blamed(
@@ -595,6 +596,7 @@ WRONG: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("to_track", [False, True])
 @pytest.mark.parametrize("heads", ["own", "shared"])
 @pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)

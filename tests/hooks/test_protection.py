@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recorder import Recorder, Scores
-from strategies import Drawn, caches
+from strategies import Drawn, caches, costly
 from tiny import shared_model
 from torch import Tensor
 
@@ -108,6 +108,7 @@ def test_rows_of_any_policy_or_part_stay(drawn: Drawn, every: int) -> None:
         assert must <= set(head)
 
 
+@costly
 @given(st.integers(0, 3), st.sampled_from([False, True]))
 def test_a_budget_dependent_protection_holds_in_every_compaction(seed: int, eager: bool) -> None:
     """The newest half of the budget stays in runs with prefill in chunks, and folded layers."""

@@ -54,7 +54,7 @@ def run(*stack: object, **options: bool) -> list[tuple[int, ...]]:
     return [result.tokens for result in results]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize(("change", "message"), DEFAULTS.values(), ids=DEFAULTS)
 def test_a_default_of_torch_is_put_back(

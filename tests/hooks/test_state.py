@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recorder import Recorder
-from strategies import prompts
+from strategies import costly, prompts
 from tiny import shared_model
 from torch import Tensor
 
@@ -122,11 +122,12 @@ class Marks:
         return ((positions * 7 + heads * 3) % 11).float()
 
 
+@costly
 @given(prompts(count=4, max_len=30), st.integers(1, 4), st.integers(1, 5))
 def test_tracks_move_with_their_rows(prompts: list[list[int]], slots: int, buffer: int) -> None:
     policy = Marks()
     plan = Plan.uniform(policy, Recorder(), budget=7, buffer=buffer)
     # One layer, because the memory of this policy is not per layer.
     engine = Engine(shared_model(num_layers=1), plan=plan, slots=slots, chunk=5)
-    engine.generate(prompts, max_new_tokens=20).results()
+    engine.generate(prompts, max_new_tokens=14).results()
     assert policy.num_marked > 0

@@ -10,7 +10,7 @@ import torch
 from allocations import peak_allocated
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import seeds
+from strategies import costly, seeds
 from torch import Tensor
 
 from kvpolicy.attention import eager
@@ -56,6 +56,7 @@ def attended(
     return queries, output, cache, tracks
 
 
+@costly
 @given(
     st.lists(st.tuples(st.integers(0, 12), st.integers(1, 12)), min_size=1, max_size=3),
     seeds,

@@ -16,7 +16,7 @@ PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 10]
 
 def tokens(model: nn.Module, plan: Plan, sampling: Sampling = Sampling()) -> list:  # noqa: B008
     engine = Engine(model, plan=plan, slots=2, chunk=7)
-    run = engine.generate(PROMPTS, max_new_tokens=12, sampling=sampling)
+    run = engine.generate(PROMPTS, max_new_tokens=7, sampling=sampling)
     return [(result.tokens, result.rows_evicted) for result in run.results()]
 
 

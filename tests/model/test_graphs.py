@@ -145,6 +145,7 @@ def test_states_are_observed_whoever_draws_the_tokens(
     torch.testing.assert_close(torch.cat(replayed.states), torch.cat(expected.states))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("steps_per_read", [1, 4])
 def test_replayed_steps_give_the_same_log_probabilities(
     steps_per_read: int, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
@@ -259,6 +260,7 @@ class Annotations:
         return tracks["size"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("in_step", [True, False])
 def test_annotations_are_captured(
     in_step: bool, recorder: Recorder, monkeypatch: pytest.MonkeyPatch

@@ -41,7 +41,7 @@ def test_unexceeded_budget_equals_generate(
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 12]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_equals_generate(family: str) -> None:
     """By fused attention, by weights that rows accumulate, and with a window of queries."""
@@ -53,11 +53,11 @@ def test_every_family_equals_generate(family: str) -> None:
         assert [list(result.tokens) for result in results] == expected, policy
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("policy", ["h2o", "snapkv"])
 def test_batched_sequence_equals_sequence_alone_and_is_bounded(family: str, policy: str) -> None:
-    """In double precision, as in `test_isolation`."""
+    """In double precision, as in `test_open_run`."""
     model = family_model(family, window=17, dtype=torch.float64)
     knobs = {"h2o": {"n_recent": 3}} if policy == "h2o" else {"snapkv": {"window_size": 3}}
     plan = Plan.uniform(policy, budget=8, buffer=4, knobs=knobs)
@@ -90,6 +90,7 @@ class RecordsScoreArguments:
         return positions.float()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_arguments_equal_the_weights_of_the_model(family: str) -> None:
     """Including soft caps, sinks and scaling: compared with transformers' weights."""

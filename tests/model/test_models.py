@@ -41,6 +41,7 @@ if "gemma4_text" in CONFIG_MAPPING:
     }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", RUN)
 def test_supported_model_equals_generate(kind: str) -> None:
     model = model_of(kind, **RUN[kind])
@@ -120,6 +121,7 @@ def test_supported_families_are_accepted_in_every_precision(
         Engine(family_model(family, dtype=dtype), plan=Plan.uniform("full"), eager=eager)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("window", [2, 3])
 def test_a_window_of_a_few_tokens_runs(window: int, eager: bool) -> None:

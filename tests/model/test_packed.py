@@ -152,7 +152,7 @@ def test_every_family_has_the_same_logits(family: str) -> None:
         )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_has_the_tokens_of_generate_with_the_same_weights(family: str) -> None:
     model = family_model(family)

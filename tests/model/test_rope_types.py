@@ -67,7 +67,7 @@ def generate_alone(model: PreTrainedModel, prompt: list[int], num_new: int = NEW
     return greedy_tokens(copy.deepcopy(model), prompt, num_new)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("rope_type", sorted({"default", *ROPE_INIT_FUNCTIONS}))
 @pytest.mark.parametrize("chunk", [7, 512])
 def test_every_type_equals_generate_below_and_beyond_its_original_length(
@@ -80,7 +80,7 @@ def test_every_type_equals_generate_below_and_beyond_its_original_length(
         assert list(result.tokens) == generate_alone(model, prompt)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rope_type", sorted(set(TYPES) & set(ROPE_INIT_FUNCTIONS) - {"longrope"}))
 def test_a_sequence_that_crosses_the_original_length_equals_generate(rope_type: str) -> None:
     model, prompt = rope_model(rope_type), [5, 9, 40, 2, 7]
@@ -88,7 +88,7 @@ def test_a_sequence_that_crosses_the_original_length_equals_generate(rope_type: 
     assert list(result.tokens) == generate_alone(model, prompt, 60)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 @pytest.mark.parametrize("policy", ["h2o", "streaming", "rkv"])
 def test_compacted_sequence_in_a_batch_equals_sequence_alone(rope_type: str, policy: str) -> None:
@@ -99,6 +99,7 @@ def test_compacted_sequence_in_a_batch_equals_sequence_alone(rope_type: str, pol
         assert result.tokens == alone.tokens
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_a_model_is_not_changed_and_its_past_has_no_effect(rope_type: str) -> None:
     model = rope_model(rope_type)
@@ -111,6 +112,7 @@ def test_a_model_is_not_changed_and_its_past_has_no_effect(rope_type: str) -> No
         assert torch.equal(buffer, before[name])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [phi3, lambda: rope_model("longrope")])
 def test_longrope_request_that_would_cross_is_refused_before_its_first_token(make: Any) -> None:
     model, prompt = make(), [5, 9, 40, 2, 7]
@@ -135,7 +137,8 @@ def cache_tokens(model: PreTrainedModel, cache: Any, prompt: list[int], num_new:
     return answer[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("make", [phi3, lambda: rope_model("dynamic")])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("make", [lambda: rope_model("dynamic"), phi3])
 def test_policy_cache_equals_generate(make: Any) -> None:
     model = make()
     for prompt in ([5, 9, 40, 2, 7], [3, 8, 11] * 10):

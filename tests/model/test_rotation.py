@@ -73,6 +73,7 @@ def keys_at(model: PreTrainedModel, position: int) -> list[torch.Tensor]:
     return [layer.keys for layer in cache.layers]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("family", "changes"), MOVABLE.values(), ids=MOVABLE)
 def test_rotated_key_equals_the_key_at_its_new_position(

@@ -155,7 +155,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changes_after_building_the_engine_take_effect(change: Any, model: Any) -> None:
     engine = Engine(model, plan=FULL)
@@ -209,6 +209,7 @@ def test_twin_is_built_once(model: Any) -> None:
     assert adapter._twin.current().training is False
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("move", ["double", "half", "to", "bfloat16"])
 def test_dtype_change_after_building_the_engine_takes_effect(move: str, model: Any) -> None:
     engine = Engine(model, plan=FULL)
@@ -261,6 +262,7 @@ class Quantised(nn.Module):
         return nn.functional.linear(states, self.weight.to(states.dtype) * self.scale)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("later", [False, True])
 def test_quantised_layers_equal_generate(later: bool, model: Any) -> None:
     engine = Engine(model, plan=FULL)
@@ -288,6 +290,7 @@ def dispatched(request: Any, model: Any) -> Any:
     return engines
 
 
+@pytest.mark.few(1)
 def test_dispatched_model_equals_generate(dispatched: Any) -> None:
     assert "forward" in vars(dispatched.model.get_decoder())
     expected = greedy_tokens(dispatched.model, PROMPT, 10)

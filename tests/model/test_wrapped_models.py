@@ -90,6 +90,7 @@ def test_gradient_checkpointing_and_use_cache_do_not_matter() -> None:
     assert model.model.layers[0].gradient_checkpointing
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # transformers 5.2
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 def test_offloaded_model_equals_generate(offload: str, tmp_path: Path) -> None:

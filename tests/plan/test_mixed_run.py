@@ -42,9 +42,9 @@ def test_every_layer_compacts_by_its_own_budget_and_buffer(tmp_path: Path) -> No
     plan = plan_of(tmp_path, recorders)
     engine = Engine(shared_model(num_layers=NUM_LAYERS), None, plan, slots=2)
     prompts = [[7, 3, 9, 1] * 3, [5, 8] * 20, [11]]
-    results = engine.generate(prompts, max_new_tokens=60).results()
-    assert [len(result.tokens) for result in results] == [60] * 3
-    longest = max(result.prompt_len for result in results) + 60
+    results = engine.generate(prompts, max_new_tokens=40).results()
+    assert [len(result.tokens) for result in results] == [40] * 3
+    longest = max(result.prompt_len for result in results) + 40
     assert [layer.capacity(longest) for layer in engine.plan.layers] == [
         longest,
         *(budget + buffer for budget, buffer in EXPECTED.values()),
@@ -65,8 +65,8 @@ def test_a_sequence_has_the_same_tokens_in_a_batch_and_alone(tmp_path: Path) -> 
 
     def tokens(*asked: list[int], slots: int) -> list[tuple[int, ...]]:
         engine = Engine(model, None, Plan.from_dict(data), slots=slots)
-        return [one.tokens for one in engine.generate(asked, max_new_tokens=45).results()]
+        return [one.tokens for one in engine.generate(asked, max_new_tokens=32).results()]
 
     together = tokens(*prompts, slots=2)
     assert together == [tokens(prompt, slots=1)[0] for prompt in prompts]
-    assert together[0] != tuple(greedy_tokens(model, prompts[0], 45)), "something was evicted"
+    assert together[0] != tuple(greedy_tokens(model, prompts[0], 32)), "something was evicted"

@@ -30,6 +30,7 @@ def pyramids(*betas: int) -> list[dict[str, Any]]:
     return [{"policy": "pyramidkv", "window_size": 4, "beta": beta} for beta in betas]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("idle", "stack", "entries", "without", "entries_without"),
     [
@@ -76,6 +77,7 @@ def test_what_is_said_to_change_nothing_changes_no_token(
     assert tokens(stack, **entries) == tokens(without, **entries_without)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("stack", "entries", "without"),
     [

@@ -264,6 +264,7 @@ def test_an_error_of_the_file_is_not_blamed_on_an_override(tmp_path: Path) -> No
 BUNDLED = installed("kvpolicy.plans")
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", BUNDLED)
 def test_an_installed_plan_resolves_and_begins_with_its_source(name: str) -> None:
     plan = Plan.load(name)

@@ -18,6 +18,7 @@ from strategies import (
     Drawn,
     budgets,
     caches,
+    costly,
     fill,
 )
 
@@ -59,7 +60,7 @@ def test_policies_of_this_repository_are_installed() -> None:
     assert baselines | {"pyramidkv", "rkv", "protect", "mix", "merge", "rerotate"} <= set(NAMES)
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("name", "knobs"), FIRST_KNOBS, ids=str)
 def test_every_policy_passes_check_policy(name: str, knobs: dict, vector: str) -> None:
     report = check_policy(name, knobs=with_vector(name, knobs, vector), max_examples=2)
@@ -99,6 +100,7 @@ def kept_of(stack: list[PolicySpec], drawn: Drawn, budget: int) -> torch.Tensor:
     return keep_rows(stack, drawn.keys, drawn.values, drawn.queries, budget=budget, states=states)
 
 
+@costly
 @given(
     drawn=caches(batch=2, min_rows=MOST_PROTECTED + 1),
     num_left=st.integers(1, 8),

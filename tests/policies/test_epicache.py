@@ -10,7 +10,7 @@ from compare import ATOL, assert_threshold
 from golden_cases import Case, recorded_related
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Drawn, budgets, caches, fill, seeds
+from strategies import Drawn, budgets, caches, costly, fill, seeds
 from tiny import shared_model, tiny_tokenizer
 from torch import Tensor
 
@@ -43,6 +43,7 @@ def of_heads(keys: Tensor, queries: Tensor) -> list[list[float]]:
     return [reference.scores(*pair) for pair in pairs]
 
 
+@costly
 @given(st.data(), caches(max_rows=20), st.integers(1, 6))
 def test_scores_equal_the_reference(data: st.DataObject, drawn: Drawn, num: int) -> None:
     queries = patched(drawn, num)

@@ -242,7 +242,7 @@ class Watches:
         return scores
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_on_models_it_is_the_formula_of_their_projections(family: str) -> None:
     model = family_model(family, window=100)

@@ -11,7 +11,7 @@ import torch
 from compare import assert_best_rows, heads
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Drawn, budgets, caches, fill, prompts
+from strategies import Drawn, budgets, caches, costly, fill, prompts
 from tiny import shared_model, tiny_tokenizer
 from torch import Tensor
 
@@ -179,6 +179,7 @@ def test_protect_prompt_keeps_the_prompt() -> None:
     assert torch.equal(kept[:, :, :10], torch.arange(10).expand(2, 2, 10))
 
 
+@costly
 @given(prompts(count=3, min_len=6), st.integers(1, 3))
 def test_batched_sequences_equal_sequences_alone(prompts: list[list[int]], slots: int) -> None:
     model = shared_model(dtype=torch.float64)

@@ -76,6 +76,7 @@ def test_the_plan_of_the_paper_differs_from_the_defaults_in_three_knobs() -> Non
     }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_the_authors_use_the_code(name: str) -> None:
     """All but what they chose for each model, benchmark and budget."""
@@ -110,6 +111,7 @@ def test_a_delimiter_of_several_tokens_is_its_last_token_by_id() -> None:
     assert delimiters.end_at([line_break])
 
 
+@pytest.mark.few(1)
 @pytest.mark.needs_reasoner
 @pytest.mark.parametrize("model", ["reasoner", "reasoner-verbose"])
 def test_texts_that_a_tokenizer_does_not_know_are_no_delimiters_and_keywords(model: str) -> None:

@@ -82,7 +82,7 @@ def body_of(sentence: str) -> str | None:
 
 
 def test_tokens_of_the_pieces_equal_tokens_of_the_text():
-    for problem in problems()[:20]:
+    for problem in problems()[:6]:
         whole = TOKENIZER(problem.trace)["input_ids"]
         parts = [TOKENIZER(piece.text)["input_ids"] for piece in problem.pieces]
         assert list(itertools.chain(*parts)) == whole

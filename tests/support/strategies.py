@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 import torch
-from hypothesis import assume
+from hypothesis import assume, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,6 +18,9 @@ from kvpolicy import Plan, installed_policies
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 
 KINDS = ("gauss", "dup", "mean")
+
+#: For properties of whole runs, whose examples take half a second each: two thirds as many.
+costly = settings(max_examples=settings.default.max_examples * 2 // 3)
 
 seeds = st.integers(0, 2**16)
 

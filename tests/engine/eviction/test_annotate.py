@@ -10,7 +10,7 @@ import torch
 from families import FAMILIES, family_model
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import prompts, seeds
+from strategies import costly, prompts, seeds
 from tiny import shared_model, tiny_model
 from torch import Tensor, nn
 
@@ -144,7 +144,7 @@ def attention_inputs(model: nn.Module, sequence: list[int]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("family", "in_step"), CASES)
 def test_states_are_what_enters_the_attention_of_the_model(family: str, in_step: bool) -> None:
     notes = Notes(annotates_in_step=in_step)
@@ -186,6 +186,7 @@ def test_annotations_stay_with_their_rows(
     tokens(family_model(family), notes, given=given, budget=5, buffer=buffer, **options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("in_step", "eager", "chunk"),
     [(True, True, 4), (True, False, 64), (False, True, 64), (False, False, 4)],
@@ -215,6 +216,7 @@ def test_annotations_stay_with_their_rows_in_a_slab_that_slides(
 # Which rows stay
 
 
+@costly
 @given(prompts(count=3), st.booleans(), st.integers(1, 9))
 def test_a_constant_retention_keeps_the_newest_tokens(
     given: list[list[int]], in_step: bool, buffer: int
@@ -266,6 +268,7 @@ def test_the_ring_is_asked_when_it_is_full_and_before_a_compaction() -> None:
     assert gate.calls == [6, 4, 4, 2, 4, 4]
 
 
+@costly
 @given(seeds, st.integers(1, 9), st.integers(1, 22), st.booleans())
 def test_a_snapshot_has_the_annotations_of_all_rows(
     seed: int, buffer: int, steps: int, in_step: bool
@@ -432,6 +435,7 @@ def tokens_without_annotations() -> list[tuple[int, ...]]:
     return [result.tokens for result in run.results()]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("in_step", [True, False])
 @pytest.mark.parametrize("after", [1, 8])
 @pytest.mark.parametrize("eager", [True, False])
@@ -472,6 +476,7 @@ def test_a_wrapper_of_annotate_is_refused() -> None:
 # Recordings
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("in_step", [True, False])
 def test_calls_are_recorded(in_step: bool) -> None:
     model, gate = shared_model(), gates(0, annotates_in_step=in_step)

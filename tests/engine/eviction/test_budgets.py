@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recorder import Record, Recorder
-from strategies import plans, prompts
+from strategies import costly, plans, prompts
 from tiny import FAMILIES, shared_model
 from torch import Tensor
 from transformers import DynamicCache
@@ -25,6 +25,7 @@ models = st.builds(
 )
 
 
+@costly
 @given(st.data(), models, st.sampled_from([1, 5, 512]))
 def test_every_compaction_follows_the_contract(
     data: st.DataObject, model: torch.nn.Module, chunk: int

@@ -9,7 +9,7 @@ import torch
 from compare import result_values
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import BASES, MOST_PROTECTED, SMALL_KNOBS, STEERING
+from strategies import BASES, MOST_PROTECTED, SMALL_KNOBS, STEERING, costly
 from tiny import shared_model
 from torch import Tensor
 
@@ -89,6 +89,7 @@ def one_by_one(engine: Engine) -> Engine:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("names", DRAWN_FROM.values(), ids=DRAWN_FROM)
+@costly
 @given(
     st.data(),
     st.sampled_from(ADD_ONS),

@@ -108,7 +108,7 @@ def outcome(results: list[Result]) -> list[Any]:
     return [(one.tokens, one.error, one.finish_reason) for one in results]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
 def test_the_same_requests_end_with_the_same_error(make: Callable[[], object]) -> None:
     for stack in ([make(), "protect"], ["streaming", make()]):
@@ -124,6 +124,7 @@ def test_the_same_requests_end_with_the_same_error(make: Callable[[], object]) -
             assert outcome(run.results()) == outcome(at_once), (alike, steps)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
 def test_the_run_ends_if_errors_are_raised(make: Callable[[], object]) -> None:
     with pytest.raises(HookResultError, match="at layer 1"):
@@ -190,6 +191,7 @@ def test_a_wrong_part_is_named() -> None:
             start(stack, defers=defers).results()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [WRONG["too large"], WRONG["negative"]])
 def test_until_then_a_wrong_index_touches_no_other_slot(make: Callable[[], Any]) -> None:
     right = make()

@@ -12,7 +12,7 @@ from families import family_model
 from hypothesis import given
 from hypothesis import strategies as st
 from recorder import RecordsAndSteers
-from strategies import plans, prompts
+from strategies import costly, plans, prompts
 from tiny import shared_model, tiny_tokenizer
 from torch import Tensor, nn
 
@@ -207,6 +207,7 @@ def queries_after(model: nn.Module, tokens: list[int], more: list[int]) -> list[
     return [layer.window[0][:, place] for layer in cache.layers if layer.window is not None]
 
 
+@costly
 @given(
     models,
     prompts(count=3, min_len=9, max_len=30),
@@ -241,6 +242,7 @@ def test_queries_are_those_of_the_tokens_had_they_followed(
                     torch.testing.assert_close(policy.queries[40, layer_idx], queries)
 
 
+@costly
 @given(
     models,
     plans(num_layers=NUM_LAYERS),
@@ -357,7 +359,7 @@ def test_lookaheads_of_some_layers_and_stacks_are_their_own() -> None:
 
 def test_lookaheads_end_with_the_positions_of_the_model() -> None:
     policy = Asks((Lookahead(token_ids=range(40)),))
-    engine = Engine(llama(), plan=Plan.uniform("streaming", policy, budget=12, buffer=4))
+    engine = Engine(llama(), plan=Plan.uniform("streaming", policy, budget=12, buffer=40))
     most = engine.adapter.max_positions
     engine.generate([[3] * (most - 10)], max_new_tokens=20, stop_ids=()).results()
     for (seq_len, _), queries in policy.queries.items():
@@ -368,7 +370,7 @@ def test_steering_and_observing_policies_see_nothing_of_a_lookahead() -> None:
     def tokens(policy: object) -> Any:
         plan = Plan.uniform("streaming", RecordsAndSteers(), policy, budget=12, buffer=5)
         engine = Engine(llama(), tiny_tokenizer(), plan)
-        results = engine.generate([range(20), [4, 5, 6]], max_new_tokens=40, stop_ids=()).results()
+        results = engine.generate([range(20), [4, 5, 6]], max_new_tokens=24, stop_ids=()).results()
         return [one.tokens for one in results]
 
     assert tokens(Asks((Lookahead(num_greedy=4),))) == tokens(Asks())

@@ -49,6 +49,7 @@ class Watch:
         return scores
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunk", [3, 512])
 def test_queries_weights_and_sums_equal_eager_attention(family: str, chunk: int) -> None:

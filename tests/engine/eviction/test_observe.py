@@ -122,6 +122,7 @@ class Counts:
             self.counts.setdefault(notes["key"], []).append(row)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("slots", [1, 2, 5])
 def test_registers_move_with_their_sequence_between_slots(slots: int) -> None:
     policy = Counts()

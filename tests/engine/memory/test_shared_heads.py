@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from list_reference import ListLayer, reference_tokens
 from ragged_policies import FlatTop, LongKeysAlike, RatedFlatTop, flat_top_loop, rating
+from strategies import costly
 from tiny import tiny_model
 from torch import Tensor
 
@@ -74,6 +75,7 @@ def rows_of(engine: Engine, requests: list[Request]) -> list[tuple[object, ...]]
     return [(one.tokens, one.rows_evicted, sorted(kept[one.id])) for one in by_id]
 
 
+@costly
 @given(
     stack=st.sampled_from(sorted(STACKS)),
     alpha=st.sampled_from([0.0, 0.3, 1.0]),
@@ -97,6 +99,7 @@ def test_rows_and_tokens_of_a_sequence_are_those_that_it_has_alone(
     assert together == [rows_of(engine, [request])[0] for request in requests]
 
 
+@costly
 @given(
     alpha=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
     budget=st.integers(1, 8),
@@ -124,7 +127,8 @@ def test_tokens_are_those_of_rows_in_lists(alpha, budget, buffer, length, seed) 
     assert len(result.tokens) == 12
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("eager", [True, False])
 def test_heads_that_no_policy_lets_share_keep_what_they_keep_alone(eager: bool) -> None:
     requests = requests_of([(30, 15), (3, 30), (12, 8)])
     seen = [
@@ -339,7 +343,7 @@ def test_allocate_divides_the_mean() -> None:
     assert all(layer.bounds is not None for layer in cache.layers)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cut_at", [0, 3, 11])
 def test_a_snapshot_of_uneven_heads_goes_on_as_if_it_had_not_been_cut(cut_at, tmp_path) -> None:
     plan = Plan.uniform(Received(0.1), budget=6, buffer=3, heads="shared")
@@ -410,6 +414,7 @@ class AnnotationsInStep(Annotations):
     annotates_in_step: ClassVar[bool] = True
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("policy", [Annotations, AnnotationsInStep])
 def test_annotations_go_to_their_rows(policy, eager) -> None:

@@ -83,6 +83,7 @@ def test_every_sequence_of_a_batch_gets_the_tokens_that_generate_gives_it_alone(
         assert wanted != _unchanged(), "the field changes something"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_all_at_once_equals_generate_on_every_path(way: str) -> None:
     model = model_with(
@@ -173,6 +174,7 @@ def scores_of(model: Any, prompt: list[int], **how: Any) -> Tensor:
     return answer.scores[0]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "cut",
     [
@@ -291,9 +293,13 @@ WITHOUT_EFFECT = {
 }
 
 
+@cache
+def _plain() -> list[list[int]]:
+    return tokens(model_with())
+
+
 @pytest.mark.parametrize("field", WITHOUT_EFFECT)
 def test_the_other_fields_change_no_greedy_tokens(field: str) -> None:
     model = model_with()
-    plain = tokens(model)
     setattr(model.generation_config, field, WITHOUT_EFFECT[field])
-    assert tokens(model) == plain
+    assert tokens(model) == _plain()

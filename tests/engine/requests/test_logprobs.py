@@ -7,7 +7,7 @@ import torch
 from arrivals import ROUNDING, check_alike
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import prompts
+from strategies import costly, prompts
 from tiny import shared_model, tiny_tokenizer
 
 from kvpolicy import Engine, Plan, Request, Result, Sampling
@@ -57,6 +57,7 @@ def test_logprobs_are_those_of_a_plain_forward(
         check_against_plain_forward(prompt, result, num_top)
 
 
+@costly
 @given(prompts(count=3, min_len=20, max_len=30), ways)
 def test_logprobs_under_eviction_do_not_depend_on_the_way(
     prompts: list[list[int]], way: dict[str, Any]

@@ -53,6 +53,7 @@ def _looped(prompt: tuple[int, ...], how: Sampling) -> list[int]:
     return answer
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_tokens_are_those_of_a_loop_over_logits(name: str, way: str) -> None:

@@ -28,6 +28,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     return shared_model() if request.param == "all layers alike" else family_model("gpt_oss")
 
 
+@pytest.mark.few(1)
 def test_a_full_cache_saves_nothing_and_has_nothing_to_say(model: Any) -> None:
     results, report = served(model, Plan.uniform("full"))
     assert all(result.full_bytes == result.peak_bytes > 0 for result in results)
@@ -60,6 +61,7 @@ def test_rows_that_leave_before_the_end_of_a_prompt_is_read_are_told(
     assert (run.report.note is not None) == is_told
 
 
+@pytest.mark.few(1)
 def test_a_policy_cache_reports_the_same_as_the_engine(model: Any) -> None:
     (result,), _ = served(model, EVICTS, PROMPTS[:1])
     cache = PolicyCache(model, EVICTS)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reuse_cases import NUM_LAYERS, assert_same, llama, models, with_prompt
-from strategies import plans, prompts
+from strategies import costly, plans, prompts
 from tiny import tiny_tokenizer
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ PLANS = {
 }
 
 
+@costly
 @given(
     models,
     plans(num_layers=NUM_LAYERS),
@@ -93,6 +94,7 @@ def answer(engine: Engine, prompt: Any, num_new: int = 20, **options: Any) -> Re
     return result
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_an_answer_may_be_asked_again_and_a_turn_may_be_said_in_another_way(plan: Plan) -> None:
     """A branch of a conversation does not change the others."""
@@ -110,6 +112,7 @@ def test_an_answer_may_be_asked_again_and_a_turn_may_be_said_in_another_way(plan
     assert store.stats.turns == 3
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_another_answer_is_no_part_of_a_conversation(plan: Plan) -> None:
     store = PrefixStore(2**30, block_tokens=4)
@@ -128,14 +131,14 @@ def test_ends_share_the_rows_of_a_prompt_that_stays() -> None:
         plan = Plan.uniform("h2o", budget=12, buffer=4, prompt="keep")
         store = PrefixStore(2**30, block_tokens=8, conversations=conversations)
         engine = Engine(model, plan=plan, prefix_store=store)
-        for question in range(4):
+        for question in range(2):
             answer(engine, [*range(60), *range(30), question], 30)
         sizes[conversations] = store.stats.num_bytes
     ends = sizes[True] - sizes[False]
     in_each_end = 16 + 8  # those of the answer, and of the block that is not whole
     row_bytes = NUM_LAYERS * 2 * (8 * 8 * 2 + 8)
     sums = NUM_LAYERS * 2 * 4 * (91 + 16)
-    assert ends <= 4 * (in_each_end * row_bytes + sums + 1024)
+    assert ends <= 2 * (in_each_end * row_bytes + sums + 1024)
 
 
 def test_requests_that_resume_a_snapshot_are_kept_at_their_end() -> None:

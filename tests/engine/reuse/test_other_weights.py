@@ -66,7 +66,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 @pytest.mark.parametrize("is_new", [False, True], ids=["same engine", "new engine"])
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_changed_adapter_finds_nothing(change: Callable[[Any], None], is_new: bool) -> None:
     model, kept = adapted(), store()
@@ -127,7 +127,7 @@ def hook(model: Any) -> None:
     [write, write_through_data, replace, replace_data, load, hook],
     ids=lambda change: change.__name__,
 )
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("is_new", [False, True], ids=["same engine", "new engine"])
 def test_changed_weights_find_nothing(change: Callable[[Any], None], is_new: bool) -> None:
     model, kept = tiny_model(dtype=torch.float64), store()
@@ -161,6 +161,7 @@ def test_files_of_a_store_are_those_of_weights(tmp_path: Path) -> None:
         assert (found == expected) == is_found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_steps", [1, 6], ids=["in its prompt", "in its answer"])
 def test_a_request_that_saw_two_models_is_not_kept(num_steps: int) -> None:
     model, kept = tiny_model(dtype=torch.float64), store()

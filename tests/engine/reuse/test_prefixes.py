@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from reuse_cases import NUM_LAYERS, asked, assert_same, llama, models, with_prompt
-from strategies import SMALL_KNOBS, plans
+from strategies import SMALL_KNOBS, costly, plans
 from tiny import shared_model, tiny_model, tiny_tokenizer
 from torch import nn
 
@@ -34,6 +34,7 @@ def prompts_that_begin_alike(draw: st.DrawFn) -> list[list[int]]:
     return [*prompts, prompts[draw(st.integers(0, len(prompts) - 1))]]
 
 
+@costly
 @given(
     models,
     plans(num_layers=NUM_LAYERS),
@@ -221,6 +222,7 @@ class Undeclared(CountsBack):
     cuts_prompts: ClassVar[bool] = True
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", [CountsBack, Undeclared])
 def test_a_policy_that_knows_the_rest_of_a_prompt_shares_whole_prompts_only(policy: Any) -> None:
     plan = Plan.uniform(policy(), budget=9, buffer=3)

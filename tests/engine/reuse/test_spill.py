@@ -25,6 +25,7 @@ from reuse_cases import (
     results_of,
 )
 from safetensors.torch import save_file
+from strategies import costly
 
 from kvpolicy import Engine, Plan, PrefixStore, hookimpl
 from kvpolicy.engine.reuse import spill
@@ -38,6 +39,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
+@costly
 @given(
     st.sampled_from(list(PLANS)),
     st.sampled_from(["lru", "guard"]),
@@ -95,6 +97,7 @@ def test_a_folder_stays_within_its_limit_if_a_prompt_does_not_fit(tmp_path: Path
     assert len(kept(tmp_path / "small", spill_bytes=sum(sizes) - 1)) == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_conversations_and_prompts_survive_a_restart(plan: Plan, tmp_path: Path) -> None:
     prompts = [[*range(20), question] for question in range(3)]

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reuse_cases import BLOCK_BYTES, PLANS, asked, assert_same, llama, random_prompts
+from strategies import costly
 
 from kvpolicy import Engine, Plan, PrefixStore, load_block_eviction
 from kvpolicy.block_eviction import CheckedBlockEviction
@@ -24,6 +25,7 @@ from kvpolicy.errors import KnobError, KVPolicyError, UnknownPolicyError
 EVICTIONS = ("lru", "marker", "guard", "predictive_marker")
 
 
+@costly
 @given(
     st.sampled_from(list(PLANS)),
     st.sampled_from(EVICTIONS),
@@ -173,7 +175,7 @@ class Fails:
         self._count()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("calls", range(0, 30, 4))
 def test_an_eviction_that_fails_ends_the_store_and_no_request(
     calls: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorder import RecordsAndSteers
 from safetensors.torch import load_file, save_file
-from strategies import plans, prompts
+from strategies import costly, plans, prompts
 from tiny import shared_model, tiny_tokenizer
 from torch import nn
 
@@ -128,6 +128,7 @@ def test_a_sequence_that_was_cut_goes_on_as_if_it_had_not_been(
         assert_same(one.snapshot, whole.snapshot)
 
 
+@costly
 @given(
     models,
     plans(num_layers=NUM_LAYERS),
@@ -164,6 +165,7 @@ def test_another_turn_is_that_of_a_conversation(
     assert [one.prompt_len for one in answers] == [len(new) for new in more]
 
 
+@costly
 @given(models, plans(num_layers=NUM_LAYERS), prompts(count=2, max_len=30))
 def test_caches_are_restored_from_snapshots_of_engines_and_caches(
     model: nn.Module, plan: Plan, start: list[list[int]]
@@ -210,6 +212,7 @@ def test_a_slab_that_the_last_step_has_filled_is_compacted_when_it_goes_on(
     assert list(result.tokens) == expected
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
 @pytest.mark.parametrize("name", ["h2o", "snapkv"])
 def test_a_cache_goes_on_from_within_a_prompt(name: str, num_steps: int) -> None:
@@ -375,6 +378,7 @@ def error_of(engine: Engine, **options: Any) -> str:
     return result.error
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("other", "difference"),
     [
@@ -613,7 +617,7 @@ def test_memory_that_cannot_be_copied_or_written_is_named(tmp_path: Path) -> Non
 @pytest.mark.parametrize("policy", [RemembersAnObject, PacksAnObject])
 def test_objects_in_memory_are_copied(policy: type) -> None:
     engine = Engine(llama(), plan=Plan.uniform(policy(), budget=12, buffer=4))
-    request = Request(range(20), 60, stop_ids=())
+    request = Request(range(20), 36, stop_ids=())
     (whole,) = engine.generate([request]).results()
     run = engine.generate([request])
     for _ in range(20):
@@ -623,7 +627,7 @@ def test_objects_in_memory_are_copied(policy: type) -> None:
     if policy is PacksAnObject:
         snapshot = through_file(snapshot)
     num = len(snapshot.tokens)
-    rest = Request(resume=snapshot, max_new_tokens=60 - num, stop_ids=())
+    rest = Request(resume=snapshot, max_new_tokens=36 - num, stop_ids=())
     for result in engine.generate([rest, rest]).results():
         assert result.tokens == whole.tokens[num:]
 
