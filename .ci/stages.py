@@ -9,6 +9,7 @@ FULL; KEEP=1, do not delete the copy.
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import re
@@ -40,13 +41,19 @@ class Change:
     def __init__(self, checkout: Path) -> None:
         self._checkout = checkout
         base = os.environ.get("BASE") or self._git("log", "-1", "--before=1 day ago", "--format=%H")
-        changed = self._git("diff", "--name-only", base.strip()) if base.strip() else ""
+        self._base = base.strip()
+        changed = self._git("diff", "--name-only", self._base) if self._base else ""
         new = self._git("ls-files", "--others", "--exclude-standard")
         self.files = sorted({*changed.split(), *new.split()})
 
     def touches(self, *beginnings: str) -> bool:
         """Whether a file with one of these beginnings differs; always with FULL."""
         return FULL or any(file.startswith(beginnings) for file in self.files)
+
+    def pins(self, package: str) -> bool:
+        """Whether another version of a package is pinned; always with FULL."""
+        differing = self._git("diff", "-U0", self._base, "--", "constraints.txt")
+        return FULL or re.search(rf"^[-+]{package}==", differing, re.M) is not None
 
     def tests(self) -> list[str]:
         """The tests of the folders that differ."""
@@ -138,14 +145,14 @@ class Checks:
             Stage("environment", self.environment),
             Stage("ruff", self.ruff, chain="lint"),
             Stage("mypy", lambda gate: gate.run(self._dev / "mypy"), chain="lint"),
-            Stage("collecting the tests", self.collection, chain="lint"),
-            Stage("the README's installation", self.installation, chain="installation"),
+            Stage("collecting the tests", self.collection, chain="collection"),
+            Stage("the README's commands", self.readme, minutes=90, chain="readme"),
             Stage("tests of what the change touches", self.touched),
-            Stage("the README's test command, with slow tests", self.readme, minutes=90),
+            Stage("all tests, with slow ones", self.all_tests, minutes=90),
         ]
         # Chains, the longest first.
         longest = 180 if FULL else 60
-        if self._change.touches(*ON_RAY, "constraints.txt"):
+        if self._tests_on_ray():
             usual.append(Stage("Ray and SLURM", self.ray, minutes=60, chain="ray"))
         usual += [
             Stage("attention in Numba", self.numba, minutes=longest, chain="numba"),
@@ -158,7 +165,8 @@ class Checks:
             Stage("without the bundled reasoner", self.without_reasoner, chain="wheel"),
             Stage("the software of machines with a GPU", self.gpu, chain="gpu"),
         ]
-        if self._change.touches("kvpolicy/lab/lm_eval", "tests/lab/lm_eval", "constraints.txt"):
+        of_lm_eval = ("kvpolicy/lab/lm_eval", "tests/lab/lm_eval")
+        if self._change.touches(*of_lm_eval) or self._change.pins("lm-eval"):
             usual.append(Stage("lm-evaluation-harness", self.lm_eval, chain="lm-eval"))
         if FULL:
             usual += [
@@ -265,16 +273,21 @@ class Checks:
 
     def _check_pins(self, python: Path) -> None:
         """Fail if something is installed that constraints.txt leaves open."""
+        installed = {name_of(package) for package in self._installed_in(python)}
+        unpinned = installed - {name_of(line) for line in self._pins()}
+        if unpinned:
+            raise StageError(f"constraints.txt does not pin {', '.join(sorted(unpinned))}")
+
+    def _installed_in(self, python: Path) -> set[str]:
+        """The packages of an environment beside this one, with their versions."""
         listed = subprocess.run(
             [str(self._uv), "pip", "list", "--format=freeze", "--python", python],
             capture_output=True,
             text=True,
             check=True,
         )
-        installed = {name_of(line) for line in listed.stdout.splitlines()} - {"kvpolicy"}
-        unpinned = installed - {name_of(line) for line in self._pins()}
-        if unpinned:
-            raise StageError(f"constraints.txt does not pin {', '.join(sorted(unpinned))}")
+        beside = {"kvpolicy", "pip", "setuptools"}  # the last two come with an environment
+        return {line for line in listed.stdout.splitlines() if name_of(line) not in beside}
 
     def _run_uv(self, *words: str | Path) -> None:
         if self._uv is None:
@@ -305,19 +318,25 @@ class Checks:
         self._gate.print(f"The change touches {len(files)} of {num_all} test files: left out.\n")
         return []
 
-    def installation(self, gate: Gate) -> None:
+    def readme(self, gate: Gate) -> None:
+        """Do what the README says; its environment has the packages of that of all tests."""
+        install, test = self._commands_of_readme()
         # Python compiles what it imports; pip would compile all that it installs. It reads the
         # variable of a "no" the wrong way round: 0 is yes.
-        install, _ = self._commands_of_readme()
         gate.run("bash", "-euc", install, env={"PIP_NO_COMPILE": "0"})
+        python = gate.root / ".venv/bin/python"
+        differing = self._installed_in(python) ^ self._installed_in(self._dev / "python")
+        if differing:
+            raise StageError(
+                f"pip and uv install different packages: {', '.join(sorted(differing))}"
+            )
+        # The test command; with FULL all tests, which otherwise run where they have begun already.
+        tests = () if FULL else ("-n", "0", "tests/test_files.py", "tests/cli/test_list.py")
+        gate.pytest(*test.split(), "-q", "-p", "no:cacheprovider", *tests)
 
-    def readme(self, gate: Gate) -> None:
-        if not (gate.root / ".venv").exists():  # no stage has done it
-            self.installation(gate)
-        _, test = self._commands_of_readme()
+    def all_tests(self, gate: Gate) -> None:
         # Slow tests are run with the others, because collecting all of them takes long, too.
-        options = ("-q", "-p", "no:cacheprovider", "-n", JOBS, *ALL)
-        gate.pytest(*test.split(), *options)
+        gate.pytest(*self._pytest(self._dev, *ALL))
 
     def _commands_of_readme(self) -> tuple[str, str]:
         """What installs kvpolicy for its tests, and what runs them."""
@@ -348,7 +367,7 @@ class Checks:
 
     def oldest(self, gate: Gate) -> None:
         self._on(OLDEST)
-        if not FULL and not self._change.touches("kvpolicy/lab/bench/contenders"):
+        if not self._change.touches(*OF_KVPRESS):
             return
         # kvpress needs the oldest transformers, and older packages beside it.
         older = ("transformers", "huggingface_hub", "tokenizers", "pandas")
@@ -410,9 +429,13 @@ class Checks:
     def ray(self, gate: Gate) -> None:
         """In one process: it is one cluster of two nodes, of which tests kill one."""
         bin_ = self._environment("ray", "dev,ray")
-        tests = ["tests/lab/cluster", "tests/serve/test_ray_serve.py"]
         options = ("-m", "") if FULL else (*ALL, "-k", "on_ray or ray_serve")
-        gate.pytest(*self._pytest(bin_, *options), tests=tests)
+        gate.pytest(*self._pytest(bin_, *options), tests=self._tests_on_ray())
+
+    def _tests_on_ray(self) -> list[str]:
+        """The tests of what differs, or all for another version of Ray."""
+        of_all = self._change.pins("ray")
+        return [test for test, of in ON_RAY.items() if of_all or self._change.touches(test, of)]
 
     def lm_eval(self, gate: Gate) -> None:
         bin_ = self._environment("lm-eval", "dev,lm-eval")
@@ -470,19 +493,23 @@ class Checks:
         for package, folder in examples.items():
             shutil.copytree(gate.root / "docs/examples" / package, folder)
         self._install(tutorial, *examples.values())
-        kvpolicy = bin_ / "kvpolicy"
-        listed = gate.run(kvpolicy, "list", "--load", cwd=gate.work)
         policies = ("key_norm", "value_norm", "recency", "last_used")
-        for name in policies:
-            if not re.search(rf"^{name} ", listed, re.M):
-                raise StageError(f"{name} is not listed")
         knobs = ("--set", "recency.half_life=8", "--set", "last_used.threshold=0.1")
-        gate.run(kvpolicy, "check", *policies, "--cases", "5", *knobs, cwd=gate.work)
         model, limit = ("--model", "reasoner"), ("--max-new-tokens", "100")
+        commands: list[tuple[str, ...]] = [
+            ("list", "--load"),
+            ("check", *policies, "--cases", "5", *knobs),
+        ]
         for package, plan in EXAMPLES.items():
-            gate.run(kvpolicy, "plan", "show", plan, *model, cwd=examples[package])
-            words = ("run", "--plan", plan, *model, *limit, PROBLEM)
-            gate.run(kvpolicy, *words, cwd=examples[package])
+            path = str(examples[package] / plan)
+            commands.append(("plan", "show", path, *model))
+            commands.append(("run", "--plan", path, *model, *limit, PROBLEM))
+        # In one process: to import torch takes longer than all of them.
+        given = json.dumps(commands)
+        printed = gate.run(bin_ / "python", "-c", RUN_COMMANDS, given, cwd=gate.work)
+        for name in policies:
+            if not re.search(rf"^{name} ", printed, re.M):
+                raise StageError(f"{name} is not listed")
         tests = [f"{package}/tests" for package in EXAMPLES]
         # Two packages may have tests of the same name.
         gate.pytest(bin_ / "pytest", "--import-mode=importlib", tests=tests, cwd=gate.work)
@@ -527,14 +554,27 @@ NOT_SEAM = (
 )
 # Third parties' packages, with a plan of each.
 EXAMPLES = {"kvpolicy-recency": "plan.toml", "kvpolicy-usage": "answers.toml"}
+RUN_COMMANDS = """
+import json, sys
+from kvpolicy.cli.app import run
+for words in json.loads(sys.argv[1]):
+    print("$ kvpolicy", *words, flush=True)
+    if status := run(words):
+        sys.exit(status)
+"""
 PROBLEM = (
     "<|user|> milk = wool + gold. gold is 0. fig = rent + fuel. meat is 1. fuel is 18. sugar is 19."
     " pear is 2. plum = milk + rent. rent is 1. wood is 8. wool = fig - meat. What is plum?"
     "<|assistant|><think>\n\n"
 )
-ON_RAY = (
-    *("kvpolicy/lab/executors", "kvpolicy/lab/prompt_files", "kvpolicy/serve/on_ray"),
-    *("tests/lab/cluster", "tests/serve/test_ray_serve.py"),
+# Tests on a cluster, and what they are of.
+ON_RAY = {
+    "tests/lab/cluster": "kvpolicy/lab/executors",
+    "tests/serve/test_ray_serve.py": "kvpolicy/serve/on_ray",
+}
+OF_KVPRESS = (
+    *("kvpolicy/lab/bench/contenders/kvpress", "kvpolicy/lab/bench/contenders/contender"),
+    "tests/lab/bench/contenders/test_kvpress",
 )
 # Tests of what reads installed files and names; those of plans run without the reasoner.
 INSTALLED = (

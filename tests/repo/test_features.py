@@ -106,7 +106,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("file", [*EXTENSIONS, *LAYOUTS])
 def test_a_feature_is_one_file(file: str, copy: Path, tmp_path: Path) -> None:
     path, aside = copy / "kvpolicy" / file, tmp_path / "aside"

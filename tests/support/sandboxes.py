@@ -9,8 +9,8 @@ from kvpolicy.errors import TaskError
 from kvpolicy.lab.sandbox import run
 from kvpolicy.lab.sandbox.walls import Wall
 
-# The second way runs with the slow tests: each test is a start of the interpreter.
-WAYS = ("bubblewrap", pytest.param("Landlock", marks=pytest.mark.slow))
+# The second way: all attacks with the slow tests, the rest at night.
+WAYS = ("bubblewrap", pytest.param("Landlock", marks=pytest.mark.nightly))
 NEEDED = "KVPOLICY_NEEDS_SANDBOX"  # 1: a missing way is a failure, as in CI
 
 
