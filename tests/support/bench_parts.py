@@ -12,7 +12,7 @@ from kvpolicy.lab.sweep.sweep_file import Series
 
 WORK = Text(batch=2, prompt_min=3, prompt_max=5, new_tokens=5, seed=0)
 STEP = Decode(batch=2, held=30, steps=3)
-SIZE = ModelSize(weight_bytes=1000, num_weights=250, row_bytes=10)
+SIZE = ModelSize(weight_bytes=1000, num_weights=250, row_bytes=10, num_layers=2, query_size=32)
 LAYERS, HEADS, HEAD_DIM, IN_FP32 = 2, 2, 8, 4  # of the tiny model
 ROW = 2 * LAYERS * HEADS * HEAD_DIM * IN_FP32
 
@@ -30,7 +30,7 @@ def cells(*stacks: str, budget: int = 8, buffer: int = 4) -> list[Cell]:
 
 def measurement(step_s: float | list[float], **changes: Any) -> Measurement:
     steps = step_s if isinstance(step_s, list) else [step_s] * 3
-    plain: dict[str, Any] = {"kv_bytes": 1, "read_bytes": 0}
+    plain: dict[str, Any] = {"kv_bytes": 1, "read_bytes": 0, "batch": 2}
     return Measurement(steps_s=tuple(steps), **(plain | changes))
 
 

@@ -32,6 +32,12 @@ class Machine:
     bytes_per_s: float
     products_per_s: float
 
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Self:
+        """Measure the machine that a model is on."""
+        speed = product_speed(model.device, model.dtype)
+        return cls(memory_bandwidth(model.device), speed)
+
 
 @attrs.frozen
 class ModelSize:
@@ -41,17 +47,27 @@ class ModelSize:
         weight_bytes: Bytes of weights that every step reads.
         num_weights: Their number.
         row_bytes: Bytes of keys and values of one token in all layers.
+        num_layers: Decoder layers.
+        query_size: Numbers of the queries of one token in all layers.
     """
 
     weight_bytes: int
     num_weights: int
     row_bytes: int
+    num_layers: int
+    query_size: int
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
         """The size of a model."""
-        num_bytes = weight_bytes(model)
-        return cls(num_bytes, num_bytes // model.dtype.itemsize, kv_row_bytes(model))
+        num_bytes, config = weight_bytes(model), model.config
+        return cls(
+            weight_bytes=num_bytes,
+            num_weights=num_bytes // model.dtype.itemsize,
+            row_bytes=kv_row_bytes(model),
+            num_layers=config.num_hidden_layers,
+            query_size=config.num_hidden_layers * config.num_attention_heads * config.head_dim,
+        )
 
 
 def least_step_s(machine: Machine, size: ModelSize, batch: int, read_bytes: float) -> float:
@@ -68,6 +84,16 @@ def least_step_s(machine: Machine, size: ModelSize, batch: int, read_bytes: floa
         2 * batch * size.num_weights / machine.products_per_s,
     )
     return weights_s + read_bytes / machine.bytes_per_s
+
+
+def least_prefill_s(machine: Machine, size: ModelSize, num_tokens: int) -> float:
+    """The least seconds of a prompt's prefill: products with weights, and of queries with rows.
+
+    A query attends to half of the prompt in the mean, in two products.
+    """
+    with_weights = 2 * num_tokens * size.num_weights
+    with_rows = 2 * num_tokens**2 * size.query_size
+    return (with_weights + with_rows) / machine.products_per_s
 
 
 def memory_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:

@@ -1,4 +1,4 @@
-"""Workloads of a benchmark: decode steps of long texts, or whole texts."""
+"""Workloads of a benchmark: decode steps of long texts, whole texts, or a prompt."""
 
 from collections.abc import Sequence
 
@@ -18,6 +18,9 @@ class Decode:
         steps: Steps to measure, at least 1. One more before them warms up.
         seed: Random seed for tokens and rows.
         label: Name in tables, where the number of tokens does not tell workloads apart.
+        compacts_all: Whether so many steps are measured that every sequence is compacted; if not,
+            so many that compactions are among them in due proportion.
+        profiled: Steps that are profiled after those that are measured.
     """
 
     batch: int
@@ -25,6 +28,8 @@ class Decode:
     steps: int
     seed: int = 0
     label: str = ""
+    compacts_all: bool = True
+    profiled: int = 0
 
     @property
     def name(self) -> str:
@@ -76,4 +81,31 @@ class Text:
         ]
 
 
-Workload = Decode | Text
+@attrs.frozen
+class Prefill:
+    """Prompts that are brought in.
+
+    Attributes:
+        num_tokens: Tokens of each prompt.
+        batch: Prompts that are brought in together.
+        seed: Random seed for tokens.
+    """
+
+    num_tokens: int
+    batch: int = 1
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name in tables."""
+        return f"prompt of {self.num_tokens:,}"
+
+    def prompts(self, vocab_size: int) -> list[list[int]]:
+        """Random prompts."""
+        rng = torch.Generator().manual_seed(self.seed)
+        shape = self.batch, self.num_tokens
+        tokens: list[list[int]] = torch.randint(vocab_size, shape, generator=rng).tolist()
+        return tokens
+
+
+Workload = Decode | Text | Prefill

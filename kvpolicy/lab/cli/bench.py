@@ -1,16 +1,18 @@
 """``kvpolicy bench``: the engine's speed under each policy, beside what else a user could take.
 
 ``--json`` prints and ``bench.json`` in the folder of ``--output`` has ``{"works", "shape", "dtype",
-"device", "session", "num_parameters", "weight_bytes", "absent", "choices", "standings"}``; what
-turns measured is in ``turns.jsonl`` beside it. With ``--memory`` there is ``readings`` in place of
-``standings``, and with ``--launches`` there is ``launches``. Their fields are those of the classes
-in `kvpolicy.lab.bench`: `rounds.summary.BenchResult` in ``standings``,
+"device", "session", "num_parameters", "weight_bytes", "absent", "choices", "standings", "prefills",
+"missing"}``; what turns measured is in ``turns.jsonl`` beside it. With ``--memory`` there is
+``readings`` in place of ``standings``, and with ``--launches`` there is ``launches``. Their fields
+are those of the classes in `kvpolicy.lab.bench`: `rounds.summary.BenchResult` in ``standings``,
+`rounds.summary.PrefillResult` in ``prefills``, `rounds.turns.Missing` in ``missing``,
 `operating_points.at_accuracy.Choice` in ``choices``, `diagnostics.memory.Reading` in ``readings``
 and `diagnostics.launches.Launches` in ``launches``.
 """
 
 import json as jsonlib
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +23,7 @@ import typer
 
 from kvpolicy.cli.failures import Interrupted
 from kvpolicy.cli.options import (
+    SOME_FAILED,
     Json,
     Overrides,
     Plugins,
@@ -39,12 +42,16 @@ from kvpolicy.lab.cli.bench_sizes import choose_sizes, positions_needed
 
 if TYPE_CHECKING:
     from kvpolicy.lab.bench.operating_points.at_accuracy import Choice
+    from kvpolicy.lab.bench.rounds.turns import Missing
     from kvpolicy.lab.sweep.grid import Cell
 
 _FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 _GPU_WITHOUT = "generate,generate_batch,kvpress"
-_GPU_SHARE = 0.9  # of the memory that the model leaves free
+_GPU_SHARE = 0.9  # of the memory that the model leaves free: activations and graphs have the rest
+_GPU_MINUTES, _GPU_MINUTES_WITH_VLLM = 4.0, 10.0
+_GPU_FOLDER = Path("kvpolicy-bench")
+_CHECKS = "tokens and compactions"
 
 app = typer.Typer(
     help="Measure the engine's speed against generate(), vLLM and others.",
@@ -108,7 +115,7 @@ def bench(
     ] = False,
     max_batch: Annotated[
         bool,
-        typer.Option("--max-batch", help="Run each contender at the batch at which it is fastest."),
+        typer.Option("--max-batch", help="Run each contender at the largest batch that fits."),
     ] = False,
     memory: Annotated[
         bool, typer.Option("--memory", help="Measure memory over one long text instead.")
@@ -123,7 +130,9 @@ def bench(
     gpu: Annotated[
         bool,
         typer.Option(
-            "--gpu", help="Check the kernels on the GPU, then run batches of 1, 8, 32 and the best."
+            "--gpu",
+            help="Check the kernels on the GPU; then measure batches of 1, 8, 32 and the largest, "
+            "prompts, and what the GPU does in a step.",
         ),
     ] = False,
     lengths: Annotated[
@@ -135,8 +144,16 @@ def bench(
             "--memory: 1000,...,20000; --launches: 2048; --gpu: 8704; --quick: 64,128]",
         ),
     ] = None,
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...",
+            help="Tokens of the prompts that --gpu brings in. [default: 4096,32768; "
+            "--quick: 64,128]",
+        ),
+    ] = None,
     steps: Annotated[
-        int | None, _size("Decode steps measured, at least. [default: 16; --gpu: 256; --quick: 8]")
+        int | None, _size("Decode steps measured, at least. [default: 16; --gpu: 48; --quick: 8]")
     ] = None,
     shape: Annotated[
         str | None,
@@ -176,6 +193,14 @@ def bench(
     rounds: Annotated[
         int | None, _size("Number of rounds. [default: 5; --gpu: 1; --quick: 3]")
     ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Begin nothing that would end later; what is left out is named. [default: no "
+            "limit; --gpu: 4, and 10 with vLLM]",
+        ),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small run of a few seconds.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for weights and prompts.")] = 0,
     threads: Annotated[
@@ -184,7 +209,9 @@ def bench(
     output: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Write every turn as it ends; the same command continues."
+            metavar="FOLDER",
+            help="Write every turn as it ends; the same command continues. [--gpu: "
+            "kvpolicy-bench/NAME]",
         ),
     ] = None,
     plot: Annotated[
@@ -226,9 +253,13 @@ def bench(
     full cache, and a policy holds its budget. The model has random weights, about 100 M parameters
     by default. All contenders take turns, and speeds are compared within a round.
     """
+    started = time.monotonic()
     mode = _mode(text=text, max_batch=max_batch, memory=memory, launches=launches, gpu=gpu)
     _check_options(mode, plot, at_accuracy, sweep, preset or policies or plan)
     _check_forms(mode, packed=packed, compile=compile)
+    if minutes is not None and mode in ("memory", "launches"):
+        msg = f"--{mode} has no turns to leave out; leave out --minutes."
+        raise KVPolicyError(msg)
     register_plugins(plugin)
     sizes = choose_sizes(
         mode,
@@ -244,11 +275,14 @@ def bench(
         buffer=buffer,
         rounds=rounds,
         lengths=sorted(set(parse_ints("--lengths", lengths))),
+        prefill=sorted(set(parse_ints("--prefill", prefill))),
         memory_limit=memory_limit,
     )
     without = without or (_GPU_WITHOUT if gpu else None)
     device = device or ("cuda" if gpu else "cpu")
     dtype = dtype or ("bfloat16" if gpu else "float32")
+    if gpu and minutes is None:
+        minutes = _GPU_MINUTES if vllm_python is None else _GPU_MINUTES_WITH_VLLM
     # Imported here: torch takes a second to import, which --help need not wait for.
     import torch
 
@@ -257,11 +291,13 @@ def bench(
     from kvpolicy.lab.bench.contenders.form import Form
     from kvpolicy.lab.bench.diagnostics.checks import check_compactions, check_tokens
     from kvpolicy.lab.bench.models import random_model, shape_named
-    from kvpolicy.lab.bench.roofline import ModelSize
+    from kvpolicy.lab.bench.roofline import Machine, ModelSize
     from kvpolicy.lab.bench.rounds.plot import save_bench_plot
-    from kvpolicy.lab.bench.rounds.summary import summarize
+    from kvpolicy.lab.bench.rounds.summary import summarize, summarize_prefills
+    from kvpolicy.lab.bench.rounds.time_limit import TimeLimit
     from kvpolicy.lab.bench.rounds.turn_file import make_folder, open_turns
     from kvpolicy.lab.cli.bench_run import (
+        Rules,
         Starting,
         count_launches,
         run_in_turns,
@@ -277,6 +313,7 @@ def bench(
         speed_tables,
     )
     from kvpolicy.lab.store.session import describe_session
+    from kvpolicy.lab.sweep.grid import digest
 
     if output is not None:
         make_folder(output)
@@ -329,10 +366,6 @@ def bench(
         _print_results(record, launches_table(launches_of), output, json=json)
         return
 
-    if gpu:
-        info(f"checking tokens and compactions on {device}")
-        check_tokens(model.device, cells)
-        check_compactions(model.device, repeats=10 if quick else 1000)
     forms = [Form.plain(model)]
     if packed:
         in_packed_form = Form.packed(model)
@@ -353,21 +386,38 @@ def bench(
         "threads": torch.get_num_threads(),
         "versions": record["session"]["versions"],
     }
+    if gpu and output is None:
+        output = _GPU_FOLDER / f"gpu-{digest(described)[:8]}"
+        info(f"writing to {output}; the same command continues there")
+    time_limit = None
+    if minutes is not None:
+        time_limit = TimeLimit(started + 60 * minutes, Machine.of(model), size)
+    rules = Rules(sizes["rounds"], size, limit_bytes, time_limit, goes_on=gpu)
     with open_turns(output, described) as turns:
+        if turns.turns:
+            info(f"{len(turns.turns)} turns of {output} are kept; only what is missing is measured")
+        if gpu and _CHECKS not in turns.passed:
+            info(f"checking tokens and compactions on {device}")
+            check_tokens(model.device, cells)
+            check_compactions(model.device, repeats=10 if quick else 1000)
+            turns.add_passed(_CHECKS)
         groups: list[tuple[Sequence[Contender], Starting]] = [(built.all, nullcontext(()))]
         if vllm_python is not None:
-            vllm = starting_vllm(model, vllm_python, works, limit_bytes, sizes)
+            vllm = starting_vllm(model, vllm_python, works, limit_bytes, sizes, time_limit)
             # On a GPU each has the memory for itself.
             groups = [(built.all, nullcontext(())), ((), vllm)] if gpu else [(built.all, vllm)]
-        jobs, interruption = run_in_turns(mode, groups, works, limit_bytes, turns, sizes["rounds"])
-        found = summarize(turns.turns, jobs, size)
-        if found:
+        outcome = run_in_turns(groups, works, turns, rules)
+        found = summarize(turns.turns, outcome.jobs, size)
+        prefills = summarize_prefills(turns.turns, outcome.jobs)
+        if found or prefills:
             record |= {
                 "absent": built.absent,
                 "choices": [_plain(choice) for choice in choices],
                 "standings": [attrs.asdict(one) for one in found],
+                "prefills": [attrs.asdict(one) for one in prefills],
+                "missing": [attrs.asdict(one) for one in outcome.missing],
             }
-            tables = [gpu_tables(found) if gpu else speed_tables(found)]
+            tables = [gpu_tables(found, prefills) if gpu else speed_tables(found)]
             if at_accuracy is not None:
                 tables.insert(0, choices_table(choices, at_accuracy))
             _print_results(record, "\n\n".join(tables), output, json=json)
@@ -377,8 +427,9 @@ def bench(
                 f"batch {sizes['batch']}, budget {sizes['budget']} + {sizes['buffer']}"
             )
             save_bench_plot(found, plot, title=title)
-    if interruption is not None:
-        raise Interrupted(interruption)
+    if outcome.interruption is not None:
+        raise Interrupted(outcome.interruption)
+    _tell_missing(outcome.missing)
 
 
 # Options
@@ -462,6 +513,16 @@ def _cells(
 
 
 # Results
+
+
+def _tell_missing(missing: "Sequence[Missing]") -> None:
+    """Say what is missing; the status of the command says whether something has failed."""
+    failed = [", ".join(one.job) for one in missing if one.failed]
+    if num_left_out := len(missing) - len(failed):
+        info(f"{num_left_out} measurements were left out; the same command tries them again")
+    if failed:
+        info(f"failed: {'; '.join(failed)}; the same command tries again")
+        raise typer.Exit(SOME_FAILED)
 
 
 def _plain(choice: "Choice") -> dict[str, Any]:

@@ -12,36 +12,52 @@ from transformers import PreTrainedModel
 
 from kvpolicy.cli.output import Progress, info
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.bench.contenders.contender import Contender
+from kvpolicy.lab.bench.contenders.contender import VLLM, Contender, Measurement
 from kvpolicy.lab.bench.contenders.vllm import vllm_contender
 from kvpolicy.lab.bench.diagnostics.launches import Launches, launches_alone, launches_under
 from kvpolicy.lab.bench.diagnostics.memory import Reading, measure_memory
 from kvpolicy.lab.bench.models import kv_row_bytes
-from kvpolicy.lab.bench.operating_points.best_batch import best_batch
+from kvpolicy.lab.bench.operating_points.largest_batch import LARGEST, largest_batch
+from kvpolicy.lab.bench.roofline import Machine, ModelSize, least_step_s
 from kvpolicy.lab.bench.rounds.summary import complete_rounds
+from kvpolicy.lab.bench.rounds.time_limit import TimeLimit
 from kvpolicy.lab.bench.rounds.turn_file import TurnFile
-from kvpolicy.lab.bench.rounds.turns import Job, Turn, jobs_of, measure
-from kvpolicy.lab.bench.workload import Decode, Text, Workload
+from kvpolicy.lab.bench.rounds.turns import Job, Missing, Turn, jobs_of, measure
+from kvpolicy.lab.bench.workload import Decode, Prefill, Text, Workload
 from kvpolicy.lab.sweep.grid import Cell
 
-GPU_BATCHES = (1, 8, 32)  # besides the best one
+GPU_BATCHES = (32, 1, 8)  # besides the largest, what matters most first
+_PROFILED = 8  # steps: the engine takes as many at a time on a GPU
+_VLLM_START_S = 90
 
 # Starts contenders that run until its block ends.
 Starting = AbstractContextManager[Sequence[Contender]]
 
 
 def workloads_of(mode: str, sizes: Mapping[str, Any], seed: int) -> list[Workload]:
-    """The workloads; those of --max-batch and --gpu get each contender's own batch later."""
+    """The workloads; at the largest batch, each contender gets its own later."""
     batch, lengths, steps = sizes["batch"], sizes["lengths"], sizes["steps"]
     if mode == "text":
         prompts = sizes["prompt_min"], sizes["prompt_max"]
         return [Text(batch, *prompts, sizes["new_tokens"], seed)]
     if mode == "gpu":
-        batches = [Decode(one, lengths[0], steps, seed, f"batch {one}") for one in GPU_BATCHES]
-        return [*batches, Decode(1, lengths[0], steps, seed, "best batch")]
+        return _workloads_of_gpu(lengths[0], steps, sizes["prefill"], seed)
     if mode == "max_batch":
-        return [Decode(1, lengths[0], steps, seed, "best batch")]
+        return [Decode(1, lengths[0], steps, seed, LARGEST)]
     return [Decode(batch, held, steps, seed) for held in lengths]
+
+
+def _workloads_of_gpu(held: int, steps: int, prompts: Sequence[int], seed: int) -> list[Workload]:
+    """What matters most comes first, should the time be up."""
+
+    def at(batch: int, name: str, profiled: int = _PROFILED) -> Decode:
+        return Decode(batch, held, steps, seed, name, compacts_all=False, profiled=profiled)
+
+    first, second, *others = GPU_BATCHES
+    short, *long = [Prefill(num, seed=seed) for num in prompts]
+    works: list[Workload] = [at(first, f"batch {first}"), short]
+    works += [at(second, f"batch {second}"), at(1, LARGEST), *long]
+    return works + [at(one, f"batch {one}", profiled=0) for one in others]
 
 
 @contextmanager
@@ -51,15 +67,21 @@ def starting_vllm(
     works: Sequence[Workload],
     limit_bytes: float,
     sizes: Mapping[str, Any],
+    time_limit: TimeLimit | None,
 ) -> Iterator[Sequence[Contender]]:
     """Start vLLM with memory for the largest work; it runs until the block ends."""
+    if time_limit is not None and time_limit.left_s < _VLLM_START_S:
+        left = f"{time_limit.left_s:.0f} s are left, and it takes {_VLLM_START_S} to start"
+        info(f"{VLLM} is left out: {left}; give more --minutes.")
+        yield ()
+        return
     info(f"starting vLLM of {python}")
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
-    has_own_batch = any(work.name == "best batch" for work in works)
+    has_own_batch = any(work.name == LARGEST for work in works)
     longest = model.config.max_position_embeddings
     rows = max(
-        work.batch * (longest if isinstance(work, Text) else work.held + 2 * sizes["steps"] + 64)
+        work.batch * (work.held + 2 * sizes["steps"] + 64 if isinstance(work, Decode) else longest)
         for work in works
     )
     needed = limit_bytes if has_own_batch else rows * kv_row_bytes(model)
@@ -67,76 +89,160 @@ def starting_vllm(
         yield [contender]
 
 
+@attrs.frozen
+class Rules:
+    """How contenders are run in turns.
+
+    Attributes:
+        rounds: Number of rounds.
+        size: Size of the model.
+        most_bytes: The most bytes of keys and values at the largest batch.
+        time_limit: Leaves out what would take too long; ``None``: nothing is left out.
+        goes_on: Whether what raises or does not fit is left out, and others are measured.
+    """
+
+    rounds: int
+    size: ModelSize
+    most_bytes: float
+    time_limit: TimeLimit | None = None
+    goes_on: bool = False
+
+    def reason_against(self, job: Job) -> str | None:
+        """Why a job is left out; ``None``: it is measured."""
+        work = job.work
+        if self.goes_on and isinstance(work, Decode) and job.contender.has_cache:
+            row_bytes = self.size.row_bytes
+            if largest_batch(job.contender, work, self.most_bytes, row_bytes) < work.batch:
+                return "does not fit into the memory"
+        return None if self.time_limit is None else self.time_limit.reason_against(job)
+
+
+@attrs.define
+class Outcome:
+    """What came of running contenders in turns.
+
+    Attributes:
+        jobs: What was measured in the round in which most was.
+        missing: What was left out or has failed.
+        interruption: What an interruption has left; ``None`` if there was none.
+    """
+
+    jobs: list[Job] = attrs.field(factory=list)
+    missing: list[Missing] = attrs.field(factory=list)
+    interruption: str | None = None
+
+
 def run_in_turns(
-    mode: str,
     groups: Sequence[tuple[Sequence[Contender], Starting]],
     works: Sequence[Workload],
-    limit_bytes: float,
     turns: TurnFile,
-    rounds: int,
-) -> tuple[list[Job], str | None]:
-    """Run each group of contenders in turns: the jobs, and what an interruption has left."""
-    jobs: list[Job] = []
+    rules: Rules,
+) -> Outcome:
+    """Run each group of contenders in turns.
+
+    Raises:
+        KVPolicyError: There is nothing to run, because nobody can hold one sequence.
+    """
+    outcome, all_jobs = Outcome(), list[Job]()
     for contenders, starting in groups:
         with starting as started:
-            of_group = _jobs(mode, [*contenders, *started], works, limit_bytes, turns)
-            jobs += of_group
-            if interruption := _run_turns(of_group, turns, rounds):
-                return jobs, interruption
-    return jobs, None
+            all_jobs += (jobs := _jobs([*contenders, *started], works, turns, rules))
+            if jobs:
+                _run_turns(jobs, turns, rules, outcome)
+            if outcome.interruption:
+                break
+    if not all_jobs:
+        msg = "no contender can hold one sequence; raise --memory-limit or lower --lengths."
+        raise KVPolicyError(msg)
+    return outcome
 
 
 def _jobs(
-    mode: str,
-    contenders: Sequence[Contender],
-    works: Sequence[Workload],
-    limit_bytes: float,
-    turns: TurnFile,
+    contenders: Sequence[Contender], works: Sequence[Workload], turns: TurnFile, rules: Rules
 ) -> list[Job]:
-    """What to run in each round; searches best batches that are not known yet."""
-    if mode not in ("max_batch", "gpu"):
-        return jobs_of(contenders, works)
-    *fixed, best = works
-    jobs = jobs_of(contenders, fixed)
-    with_cache = [one for one in contenders if one.has_cache and one.supports(best)]
-    for contender in with_cache:
-        batch = _best_batch(contender, best, limit_bytes, turns)  # type: ignore[arg-type]
-        if batch is None:
-            info(f"{contender.name} cannot hold one sequence; it is left out.")
-        else:
-            jobs.append(Job(contender, attrs.evolve(best, batch=batch)))
-    if not jobs:
-        msg = "no contender can hold one sequence; raise --memory-limit or lower --lengths."
-        raise KVPolicyError(msg)
+    """What to run in each round; at the largest batch, each contender has its own."""
+    jobs = []
+    for job in jobs_of(contenders, works):
+        contender, work = job.contender, job.work
+        if not isinstance(work, Decode) or work.label != LARGEST:
+            jobs.append(job)
+        elif contender.has_cache:
+            most_bytes = rules.most_bytes
+            batch = turns.batch_of(job.name) or largest_batch(
+                contender, work, most_bytes, rules.size.row_bytes
+            )
+            if batch:
+                jobs.append(attrs.evolve(job.at(batch), most_bytes=most_bytes))
+            else:
+                info(f"{contender.name} cannot hold one sequence; it is left out.")
     return jobs
 
 
-def _best_batch(
-    contender: Contender, work: Decode, limit_bytes: float, turns: TurnFile
-) -> int | None:
-    if contender.name not in turns.batches:
-        name = contender.name
-        info(f"searching the best batch of {name}")
-        found = best_batch(contender, work, limit_bytes, lambda line: info(f"{name}, {line}"))
-        turns.add_batch(name, found)
-    return turns.batches[contender.name]
+def _run_turns(jobs: Sequence[Job], turns: TurnFile, rules: Rules, outcome: Outcome) -> None:
+    """Run all jobs in turns; each turn is stored and printed as it ends."""
+    job_of = {job.name: job for job in jobs}
+    done = {turn.key for turn in turns.turns if turn.job in job_of}
+    machine: Machine | None = None
+
+    def know(turn: Turn) -> None:
+        nonlocal machine
+        machine = turn.measured.machine or machine
+        if rules.time_limit is not None:
+            rules.time_limit.learn(job_of[turn.job], turn.measured)
+
+    def keep(found: Turn | Missing) -> None:
+        if isinstance(found, Turn):
+            turns.add(found)
+            know(found)
+        else:
+            outcome.missing.append(found)
+
+    def describe(found: Turn | Missing) -> str:
+        start = f"round {found.round + 1}, {', '.join(found.job)}: "
+        if isinstance(found, Missing):
+            return f"{start}{'failed' if found.failed else 'left out'}, {found.reason}"
+        return start + describe_turn(found.measured, job_of[found.job].work, machine, rules.size)
+
+    for turn in turns.turns:
+        if turn.key in done:
+            know(turn)
+    measured = measure(
+        jobs,
+        rounds=rules.rounds,
+        done=done,
+        leave_out=rules.reason_against,
+        goes_on=rules.goes_on,
+    )
+    total = rules.rounds * len(jobs)
+    is_complete = _collect(measured, keep, total, describe, num_done=len(done))
+    by_round: dict[int, set[tuple[str, str]]] = {}
+    for turn in turns.turns:
+        by_round.setdefault(turn.round, set()).add(turn.job)
+    mine = [job for job in jobs if job.name in max(by_round.values(), key=len, default=())]
+    outcome.jobs += mine
+    if not is_complete:
+        num_complete = len(complete_rounds(turns.turns, mine))
+        outcome.interruption = (
+            f"interrupted; {num_complete} of {rules.rounds} rounds were complete and count."
+        )
 
 
-def _run_turns(jobs: Sequence[Job], turns: TurnFile, rounds: int) -> str | None:
-    """Run all jobs in turns; returns what an interruption has left, if there was one."""
-    batch_of = {job.name: job.work.batch for job in jobs}
-    done = {turn.key for turn in turns.turns if turn.job in batch_of}
-
-    def format_turn(turn: Turn) -> str:
-        name, work = turn.job
-        speed = batch_of[turn.job] / turn.measured.mean_step_s
-        return f"round {turn.round + 1}, {name}, {work}: {speed:.0f} tokens/s"
-
-    measured = measure(jobs, rounds=rounds, done=done)
-    if _collect(measured, turns.add, rounds * len(jobs), format_turn, num_done=len(done)):
-        return None
-    num_complete = len(complete_rounds(turns.turns, jobs))
-    return f"interrupted; {num_complete} of {rounds} rounds were complete and count."
+def describe_turn(
+    measured: Measurement, work: Workload, machine: Machine | None, size: ModelSize
+) -> str:
+    """The line of one turn."""
+    seconds = measured.mean_step_s
+    if isinstance(work, Prefill):
+        return f"{seconds:.3g} s, {work.batch * work.num_tokens / seconds:,.0f} tokens/s"
+    parts = [f"{1e3 * seconds:.3g} ms per step, {measured.batch / seconds:,.0f} tokens/s"]
+    if work.name == LARGEST:
+        parts.insert(0, f"batch {measured.batch}")
+    if machine is not None:
+        least = least_step_s(machine, size, measured.batch, measured.read_bytes)
+        parts.append(f"{least / seconds:.0%} of the limit")
+    if measured.profile is not None:
+        parts.append(f"{measured.profile.launches:,.0f} launches")
+    return ", ".join(parts)
 
 
 def count_launches(model: PreTrainedModel, cells: Sequence[Cell], work: Workload) -> list[Launches]:
@@ -188,8 +294,8 @@ def _collect(
         progress.update("", num_done)
         try:
             for number, one in enumerate(measured, num_done + 1):
+                keep(one)  # first of all: what is stored is not lost
                 progress.log(format_line(one))
-                keep(one)
                 progress.update("", number)
         except KeyboardInterrupt:
             return False

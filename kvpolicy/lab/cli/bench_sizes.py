@@ -18,13 +18,15 @@ _DEFAULTS: Mapping[str, tuple[Any, Any]] = {
     "rounds": (5, 3),
     "lengths": ([512, 2048, 4096, 8192, 16_384], [64, 128]),
     "memory_limit": (1.0, 0.002),
+    "prefill": ([4096, 32_768], [64, 128]),
 }
-# Defaults of other workloads; those of --gpu take less than ten minutes on a card with 80 GB.
+# Defaults of other workloads.
 _OF_MEMORY = {"shape": "5m", "lengths": [1000, 2000, 5000, 10_000, 20_000]}
 _AT_ACCURACY = {"lengths": [4096]}
 _OF_LAUNCHES = {"shape": "host", "lengths": [2048], "buffer": 16}
 _OF_MAX_BATCH = {"lengths": [4096]}
-_OF_GPU = {"shape": "qwen3-8b", "budget": 1024, "lengths": [8704], "steps": 256, "rounds": 1}
+_ONCE = {"rounds": 1}
+_OF_GPU = {"shape": "qwen3-8b", "budget": 1024, "lengths": [8704], "steps": 48, **_ONCE}
 _OF_MODES: Mapping[str, Mapping[str, Any]] = {
     "memory": _OF_MEMORY,
     "launches": _OF_LAUNCHES,
@@ -37,7 +39,9 @@ _OF_ONE_LENGTH = ("max_batch", "launches", "gpu")
 def choose_sizes(mode: str, *, at_accuracy: bool, quick: bool, **given: Any) -> dict[str, Any]:
     """The sizes that the user gave, and defaults for the others."""
     preferred = _AT_ACCURACY if at_accuracy else {}
-    of_mode: Mapping[str, Any] = {} if quick else _OF_MODES.get(mode, preferred)
+    of_mode: Mapping[str, Any] = _OF_MODES.get(mode, preferred)
+    if quick:
+        of_mode = _ONCE if mode == "gpu" else {}
     sizes = {
         name: given[name] or of_mode.get(name, default[quick])
         for name, default in _DEFAULTS.items()
@@ -46,6 +50,9 @@ def choose_sizes(mode: str, *, at_accuracy: bool, quick: bool, **given: Any) -> 
         sizes["lengths"] = sizes["lengths"][-1:]
     if mode in _OF_ONE_LENGTH and len(sizes["lengths"]) > 1:
         msg = f"--{mode.replace('_', '-')} fills caches to one length; give one with --lengths."
+        raise KVPolicyError(msg)
+    if given["prefill"] and mode != "gpu":
+        msg = "--prefill says which prompts --gpu brings in; leave it out, or give --gpu, too."
         raise KVPolicyError(msg)
     if sizes["prompt_max"] < sizes["prompt_min"]:
         msg = f"--prompt-max {sizes['prompt_max']} is below --prompt-min {sizes['prompt_min']}."
@@ -58,4 +65,5 @@ def positions_needed(mode: str, sizes: Mapping[str, Any]) -> int:
     generated = {"text": sizes["new_tokens"], "memory": max(sizes["lengths"])}
     held = 0 if mode in generated else max(sizes["lengths"])
     rounded = 2 * max(sizes["steps"], sizes["buffer"]) + 256
-    return sizes["prompt_max"] + held + generated.get(mode, rounded) + 64
+    longest = sizes["prompt_max"] + held + generated.get(mode, rounded) + 64
+    return int(max(longest, *sizes["prefill"])) + 1 if mode == "gpu" else int(longest)

@@ -5,11 +5,20 @@ from math import floor, log10
 
 from kvpolicy.cli.output import format_bytes, terminal_width
 from kvpolicy.cli.text_table import format_table
-from kvpolicy.lab.bench.contenders.contender import FULL, GENERATE, KVPRESS, MODEL_ALONE, VLLM
+from kvpolicy.lab.bench.contenders.contender import (
+    FORWARD,
+    FULL,
+    GENERATE,
+    KVPRESS,
+    MODEL_ALONE,
+    VLLM,
+)
 from kvpolicy.lab.bench.diagnostics.launches import Launches
 from kvpolicy.lab.bench.diagnostics.memory import Reading
 from kvpolicy.lab.bench.operating_points.at_accuracy import Choice
-from kvpolicy.lab.bench.rounds.summary import BenchResult, Spread
+from kvpolicy.lab.bench.operating_points.largest_batch import LARGEST
+from kvpolicy.lab.bench.profile import KINDS, OTHERS
+from kvpolicy.lab.bench.rounds.summary import BenchResult, PrefillResult, Spread
 from kvpolicy.lab.statistics import Interval
 
 
@@ -107,13 +116,55 @@ def speed_tables(found: Sequence[BenchResult]) -> str:
     return "\n\n".join([*parts, *(["\n".join(comparisons)] if comparisons else [])])
 
 
-def gpu_tables(found: Sequence[BenchResult]) -> str:
-    """How near to the limit each contender is: a table for each batch."""
-    works = dict.fromkeys(one.work for one in found)
-    return "\n\n".join(
-        f"{work}\n{_details([one for one in found if one.work == work], _GPU_COLUMNS)}"
-        for work in works
-    )
+def gpu_tables(found: Sequence[BenchResult], prefills: Sequence[PrefillResult]) -> str:
+    """Of a GPU: how near to the limit steps are, what it does in them, and prompts."""
+    # The largest batch of each contender comes last.
+    batches = {one.work: (one.work == LARGEST, one.batch) for one in found}
+    parts = []
+    for work in sorted(batches, key=lambda name: batches[name]):
+        of_work = [one for one in found if one.work == work]
+        parts.append(f"{work}\n{_details(of_work, _GPU_COLUMNS)}")
+        if any(one.profile for one in of_work):
+            parts.append(f"{work}: what runs in a step, ms\n{_profile_table(of_work)}")
+    if prefills:
+        parts.append(f"prefill\n{_prefill_table(prefills)}")
+    return "\n\n".join(parts)
+
+
+def _profile_table(found: Sequence[BenchResult]) -> str:
+    """Launches of a step, milliseconds of all kernels and of each kind, and those without any."""
+    kinds = [*KINDS, OTHERS]
+    headers = ["", "launches", "kernels", "gaps", "profiled", *kinds]
+    rows = []
+    for one in found:
+        profile = one.profile
+        if profile is None:
+            continue
+        if profile.problem:
+            rows.append([f"{one.name} ({profile.problem})", *["-"] * (len(headers) - 1)])
+            continue
+        times = [profile.kernels_ms, profile.gaps_ms, profile.profiled_ms]
+        times += [profile.kinds_ms.get(kind, 0.0) for kind in kinds]
+        rows.append([one.name, f"{profile.launches:,.0f}", *(f"{ms:.3g}" for ms in times)])
+    return format_table(headers, rows, right=range(1, len(headers)), width=terminal_width())
+
+
+def _prefill_table(prefills: Sequence[PrefillResult]) -> str:
+    """Seconds of prompts, and how many times as long as the model's own forward they take."""
+    headers = ["", "tokens", "s", "tok/s", f"x {FORWARD}", "KV cache", "peak"]
+    rows = [
+        [
+            one.name,
+            f"{one.num_tokens:,}",
+            f"{one.seconds.median:.3g}",
+            f"{one.tok_s:,.0f}",
+            _times(one.over_forward) or "-",
+            format_bytes(one.kv_bytes),
+            "-" if one.device_bytes is None else format_bytes(one.device_bytes),
+        ]
+        for one in sorted(prefills, key=lambda one: one.num_tokens)
+    ]
+    return format_table(headers, rows, right=range(1, len(headers)), width=terminal_width())
 
 
 def choices_table(choices: Sequence[Choice], margin: float) -> str:

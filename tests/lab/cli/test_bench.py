@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ from bench_parts import measurement
 from shell import Shell, refusal
 
 from kvpolicy.lab.bench.contenders.contender import (
+    FORWARD,
     GENERATE,
     LIMIT,
     MODEL_ALONE,
+    Contender,
 )
-from kvpolicy.lab.bench.rounds.turns import Turn
-from kvpolicy.lab.bench.workload import Text
+from kvpolicy.lab.bench.roofline import Machine
+from kvpolicy.lab.bench.rounds.turns import Turn, measure
+from kvpolicy.lab.bench.workload import Prefill, Text
 
 pytestmark = pytest.mark.usefixtures("little_work_for_the_limit")
 
@@ -91,16 +95,14 @@ def test_counts_have_a_table(kvpolicy: Shell) -> None:
     assert all(one["operations"] > alone["operations"] for one in mine)
 
 
-def test_best_batches_are_within_the_memory(kvpolicy: Shell, tmp_path: Path) -> None:
+def test_largest_batches_are_within_the_memory(kvpolicy: Shell, tmp_path: Path) -> None:
     arguments = (*OPTIONS, "--max-batch", "--lengths", 40, "--rounds", 1, "--policies", "knorm")
-    limit = ("--memory-limit", 0.0002, "--json", "--output", tmp_path / "best")
+    limit = ("--memory-limit", 0.0002, "--json", "--output", tmp_path / "largest")
     found = kvpolicy("bench", *arguments, *limit, *FEW)
     assert found.status == 0, found.err
     generate, knorm = found.json["standings"]
     assert (generate["name"], knorm["name"]) == (GENERATE, "knorm")
     assert all(one["batch"] and one["kv_bytes"] <= 200e3 for one in (generate, knorm))
-    again = kvpolicy("bench", *arguments, *limit, *FEW)
-    assert "searching" not in again.err, "what was found was written"
     message = refusal(kvpolicy("bench", *arguments, "--memory-limit", 0.000001, *FEW))
     assert "raise --memory-limit" in message
 
@@ -202,6 +204,8 @@ def test_complete_rounds_count_after_an_interrupt(
         (("--plot", "speed.png", "--memory"), ("--plot", "--memory")),
         (("--lengths", "1,x", "--memory"), ("--lengths", "'x'")),
         (("--lengths", "64,128", "--max-batch"), ("--max-batch", "--lengths")),
+        (("--prefill", "64"), ("--prefill", "--gpu")),
+        (("--minutes", "1", "--memory"), ("--minutes", "--memory")),
         (("--memory", "--packed"), ("--memory", "leave out --packed")),
         (("--launches", "--compile"), ("--launches", "leave out --compile")),
         (("--text", "--memory"), ("--text and --memory",)),
@@ -226,23 +230,142 @@ def test_a_gpu_benchmark_needs_a_gpu(kvpolicy: Shell) -> None:
     assert "--gpu" in message
 
 
-@pytest.mark.nightly
-@pytest.mark.needs_reasoner  # it ships the default sweep
-def test_the_benchmark_of_a_gpu_can_be_walked_through_on_a_cpu(
-    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvpolicy.lab.cli.bench_run.GPU_BATCHES", (1, 2))
+GPU = ("bench", "--gpu", "--device", "cpu", "--quick", "--dtype", "float32")
+GPU_SIZES = ("--lengths", 40, "--prefill", "24,40", "--budget", 16, "--buffer", 4, "--steps", 2)
+GPU_WORKS = ["batch 2", "prompt of 24", "batch 1", "largest batch", "prompt of 40"]
+
+
+@pytest.fixture
+def gpu_walk(kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs `kvpolicy bench --gpu` on a CPU, in a folder of its own."""
+    monkeypatch.setattr("kvpolicy.lab.cli.bench_run.GPU_BATCHES", (2, 1))
     monkeypatch.setattr("kvpolicy.lab.bench.diagnostics.checks.TEXT", Text(1, 3, 30, 3))
-    arguments = ("bench", "--gpu", "--device", "cpu", "--quick", "--dtype", "float32")
-    sizes = ("--lengths", 40, "--budget", 16, "--buffer", 4, "--steps", 2, "--rounds", 1)
-    found = kvpolicy(*arguments, *sizes, "--memory-limit", 0.0001)
+    monkeypatch.chdir(tmp_path)
+    plans = ("--policies", "full,knorm", "--memory-limit", 0.0004)
+    return lambda *more: kvpolicy(*GPU, *GPU_SIZES, *plans, *more)
+
+
+@pytest.fixture
+def measures_nothing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Contenders answer at once; their names are noted."""
+    ran: list[str] = []
+
+    def run(self: Contender, work: Any) -> Any:
+        ran.append(self.name)
+        machine = Machine(1e12, 1e12) if self.name == LIMIT else None
+        return measurement(1e-3, machine=machine)
+
+    def passes(*_: Any, **__: Any) -> None:
+        pass
+
+    monkeypatch.setattr(Contender, "run", run)
+    for check in ("check_tokens", "check_compactions"):
+        monkeypatch.setattr(f"kvpolicy.lab.bench.diagnostics.checks.{check}", passes)
+    return ran
+
+
+def turns_in(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "turns.jsonl").read_text(encoding="utf-8").splitlines()
+    return [one for one in map(json.loads, lines[1:]) if "round" in one]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_a_gpu_can_be_walked_through_on_a_cpu(gpu_walk: Any) -> None:
+    found = gpu_walk()
     assert found.status == 0, found.err
     assert "checking tokens and compactions on cpu" in found.err
-    for work in ("batch 1\n", "batch 2\n", "best batch\n"):
-        assert work in found.out
-    for word in ("rows", "limit ms", "of limit", "over first plan", "x full cache", "path"):
-        assert word in found.out
-    best = found.out[found.out.index("best batch") :]
-    names = ("full cache", "StreamingLLM", "H2O", "SnapKV", "R-KV")
-    assert all(name in best for name in names)
-    assert best.count("static") == len(names)
+    tables = found.out.split("\n\n")
+    titles = [table.splitlines()[0] for table in tables]
+    batches = ["batch 1", "batch 2", "largest batch"]
+    assert [title for title in titles if title in batches] == batches
+    of = dict(zip(titles, tables, strict=True))
+    for word in ("rows", "limit ms", "of limit", "x full cache", "path"):
+        assert word in of["largest batch"]
+    for word in ("launches", "kernels", "gaps", "attention", "products", MODEL_ALONE, "knorm"):
+        assert word in of["batch 1: what runs in a step, ms"]
+    for word in (f"x {FORWARD}", "tok/s", "24", "40", "full", "knorm"):
+        assert word in of["prefill"]
+
+    (folder,) = Path("kvpolicy-bench").iterdir()
+    turns = turns_in(folder)
+    assert list(dict.fromkeys(one["work"] for one in turns)) == GPU_WORKS
+    again = gpu_walk("--json")
+    assert again.status == 0, again.err
+    assert turns_in(folder) == turns, "nothing is measured twice"
+    assert f"{len(turns)} turns" in again.err
+    assert "checking" not in again.err
+    assert again.out == (folder / "bench.json").read_text(encoding="utf-8")
+    prefills = again.json["prefills"]
+    assert [(one["name"], one["num_tokens"]) for one in prefills] == [
+        (name, num) for num in (24, 40) for name in (FORWARD, "full", "knorm")
+    ]
+    assert all(one["over_forward"]["median"] > 0 for one in prefills)
+    assert again.json["missing"] == []
+
+
+@pytest.mark.usefixtures("measures_nothing")
+def test_an_interrupted_benchmark_of_a_gpu_has_all_that_it_measured_and_goes_on(
+    gpu_walk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stops_in_the_middle(*args: Any, **options: Any) -> Iterator[Any]:
+        yield from islice(measure(*args, **options), 8)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpolicy.lab.cli.bench_run.measure", stops_in_the_middle)
+        found = gpu_walk("--json", "--output", "here")
+    assert found.status == 130
+    before = turns_in(Path("here"))
+    assert before
+    shown = {(one["name"], one["work"]) for one in found.json["standings"]}
+    assert shown == {
+        (one["contender"], one["work"]) for one in before if "prompt" not in one["work"]
+    }
+    again = gpu_walk("--output", "here")
+    assert again.status == 0, again.err
+    after = turns_in(Path("here"))
+    assert after[: len(before)] == before
+    assert len({(one["contender"], one["work"]) for one in after}) == len(after) > len(before)
+
+
+def test_what_there_is_no_time_for_is_left_out_and_measured_later(
+    gpu_walk: Any, measures_nothing: list[str]
+) -> None:
+    found = gpu_walk("--minutes", 0, "--output", "here")
+    assert found.status == 0, found.err
+    assert (turns_in(Path("here")), measures_nothing) == ([], [])
+    for work in GPU_WORKS[:-2]:
+        assert f"knorm, {work}: left out" in found.err
+    again = gpu_walk("--minutes", 60, "--output", "here", "--json")
+    assert again.status == 0, again.err
+    assert {one["work"] for one in turns_in(Path("here"))} == set(GPU_WORKS)
+    assert again.json["missing"] == []
+    assert len(measures_nothing) == len(turns_in(Path("here")))
+
+
+def test_what_fails_on_a_gpu_stops_nothing_else(
+    gpu_walk: Any, measures_nothing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Contender.run
+
+    def fails_at_prompts(self: Contender, work: Any) -> Any:
+        if self.name == "knorm" and isinstance(work, Prefill):
+            msg = "an illegal instruction was encountered"
+            raise RuntimeError(msg)
+        return run(self, work)
+
+    monkeypatch.setattr(Contender, "run", fails_at_prompts)
+    found = gpu_walk("--output", "here", "--json")
+    assert found.status == 1
+    assert "an illegal instruction was encountered" in found.err
+    failed = [one["job"] for one in found.json["missing"] if one["failed"]]
+    assert failed == [["knorm", "prompt of 24"], ["knorm", "prompt of 40"]]
+    names = {(one["contender"], one["work"]) for one in turns_in(Path("here"))}
+    assert ("knorm", GPU_WORKS[-2]) in names
+    assert ("knorm", GPU_WORKS[-1]) not in names
+    monkeypatch.setattr(Contender, "run", run)
+    found = gpu_walk("--output", "here")
+    assert found.status == 0, found.err
+    assert ("knorm", GPU_WORKS[-1]) in {
+        (one["contender"], one["work"]) for one in turns_in(Path("here"))
+    }

@@ -9,6 +9,7 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.bench.contenders.contender import (
     CONTINUOUS,
     FIRST_PLAN,
+    FORWARD,
     FULL,
     GENERATE,
     KVPRESS,
@@ -19,6 +20,7 @@ from kvpolicy.lab.bench.contenders.contender import (
 )
 from kvpolicy.lab.bench.contenders.engine import engine_under, evicts
 from kvpolicy.lab.bench.contenders.form import Form
+from kvpolicy.lab.bench.contenders.forward import forward
 from kvpolicy.lab.bench.contenders.generate import generate
 from kvpolicy.lab.bench.contenders.generate_batch import continuous_batching
 from kvpolicy.lab.bench.contenders.kvpress import presses_for
@@ -55,9 +57,10 @@ def build_contenders(
         without: Names of `OPTIONAL` to leave out.
 
     Returns:
-        The limit, then for each form: the model alone, ``generate`` and ``generate_batch``, and
-        each plan followed by kvpress with the same policy, if it has it. ``generate_batch`` and
-        kvpress, which change the model while they run, are not compiled.
+        The limit, then for each form: the model alone, ``generate``, the forward of a prompt,
+        ``generate_batch``, and each plan followed by kvpress with the same policy, if it has it.
+        Prompts are not compiled, nor ``generate_batch`` and kvpress, which change the model while
+        they run.
 
     Raises:
         KVPolicyError: Two contenders have the same name, or ``without`` has an unknown name.
@@ -85,6 +88,7 @@ def _in_form(
     absent: dict[str, str] = {}
     everywhere = model_alone(form.called), generate(form.called)
     contenders = [one for one in everywhere if one.name not in without]
+    contenders += [] if form.is_compiled else [forward(form.model)]
     if CONTINUOUS not in without and not form.is_compiled:
         batching, reason = continuous_batching(form.model)
         contenders += [] if batching is None else [batching]
@@ -110,7 +114,7 @@ def _references(cell: Cell, cells: Sequence[Cell]) -> dict[str, str]:
 
     The difference to the first plan that keeps as many rows is what a policy costs more than that.
     """
-    references = {name: name for name in (GENERATE, MODEL_ALONE, VLLM)}
+    references = {name: name for name in (GENERATE, MODEL_ALONE, VLLM, FORWARD)}
     for other in cells:
         if not evicts(other):
             references.setdefault(FULL, other.series)

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
+from kvpolicy.lab.bench.profile import StepProfile
 from kvpolicy.lab.bench.roofline import Machine
-from kvpolicy.lab.bench.workload import Decode, Text, Workload
+from kvpolicy.lab.bench.workload import Decode, Prefill, Text, Workload
 
 # Names of contenders.
 LIMIT = "machine limit"
@@ -13,6 +14,7 @@ MODEL_ALONE = "model alone"
 GENERATE = "generate"
 CONTINUOUS = "generate_batch"
 VLLM = "vLLM"
+FORWARD = "transformers' forward"
 # What else a contender is compared with, whatever its name is.
 FULL, FIRST_PLAN, KVPRESS = "full cache", "first plan", "kvpress"
 
@@ -23,7 +25,7 @@ class Measurement:
 
     Attributes:
         steps_s: Seconds of each measured decode step, or their mean as the only one, from
-            contenders that tell no more.
+            contenders that tell no more; those of a prefill, as the only one.
         kv_bytes: Peak bytes of the cache.
         read_bytes: Bytes of keys and values that a step attends to, the mean over the steps.
         prefill_s: Seconds until the first token of every sequence; ``None`` without a prefill.
@@ -34,6 +36,8 @@ class Measurement:
         machine: What the machine can do, of its limit only.
         device_bytes: Peak bytes allocated on a GPU, the model included; ``None`` without one.
         compile_s: Seconds in which torch compiled, before the steps.
+        batch: Sequences that were decoded together; whoever runs contenders notes it.
+        profile: What a device did in some further steps, if that was asked for.
     """
 
     steps_s: tuple[float, ...]
@@ -46,6 +50,8 @@ class Measurement:
     machine: Machine | None = None
     device_bytes: int | None = None
     compile_s: float = 0.0
+    batch: int = 0
+    profile: StepProfile | None = None
 
     @property
     def compactions(self) -> int | None:
@@ -64,26 +70,32 @@ class Contender:
 
     Attributes:
         name: Name in tables.
-        decode: Builds, fills to as many tokens as are held, steps, and measures.
+        decode: Builds, fills to as many tokens as are held, steps, and measures; ``None`` if it
+            cannot.
         text: Generates whole texts; ``None`` if it cannot.
+        prefill: Brings prompts in; ``None`` if it cannot.
         budget: Rows that stay; ``None`` if nothing is evicted.
         references: Names of the contenders with which its speed is compared, by what they are
             called in tables, such as `GENERATE` or `KVPRESS`.
         policy: Policy that gives it its colour in figures; empty for none.
         period: Steps after which its work repeats: those between two compactions of a sequence.
         most_held: The most tokens to which it can be filled in reasonable time.
+        batch_within: Tells how many sequences of a work fit into so many bytes; ``None`` if it can
+            not tell better than by their keys and values.
         has_cache: Whether its speed depends on a cache, and its batch on memory.
         is_outside: Whether it runs in another process, whose memory is not seen.
     """
 
     name: str
-    decode: Callable[[Decode], Measurement]
+    decode: Callable[[Decode], Measurement] | None = None
     text: Callable[[Text], Measurement] | None = None
+    prefill: Callable[[Prefill], Measurement] | None = None
     budget: float | None = None
     references: Mapping[str, str] = {GENERATE: GENERATE}
     policy: str = ""
     period: int = 1
     most_held: int | None = None
+    batch_within: Callable[[Decode, float], int] | None = None
     has_cache: bool = True
     is_outside: bool = False
 
@@ -91,12 +103,25 @@ class Contender:
         """Whether it can do this work."""
         if isinstance(work, Text):
             return self.text is not None
-        return self.most_held is None or work.held <= self.most_held
+        if isinstance(work, Prefill):
+            return self.prefill is not None
+        return self.decode is not None and (self.most_held is None or work.held <= self.most_held)
+
+    def num_steps(self, work: Decode) -> int:
+        """Steps that are measured: a multiple of those after which its work repeats.
+
+        So compactions count as often as they happen. Sequences are compacted one by one, evenly.
+        """
+        period = self.period if work.compacts_all else -(-self.period // work.batch)
+        return -(-work.steps // period) * period
 
     def run(self, work: Workload) -> Measurement:
-        """Do one work; a multiple of its period is measured, so that compactions count fully."""
+        """Do one work that it supports."""
         if isinstance(work, Text):
-            assert self.text is not None, "the caller asks `supports` first"
+            assert self.text is not None
             return self.text(work)
-        periods = -(-work.steps // self.period)
-        return self.decode(attrs.evolve(work, steps=periods * self.period))
+        if isinstance(work, Prefill):
+            assert self.prefill is not None
+            return self.prefill(work)
+        assert self.decode is not None
+        return self.decode(attrs.evolve(work, steps=self.num_steps(work)))

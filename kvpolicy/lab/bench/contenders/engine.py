@@ -9,17 +9,22 @@ from transformers import PreTrainedModel
 
 from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.extensions.base import Extension
+from kvpolicy.engine.limits import Limits
 from kvpolicy.engine.step import Step
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.bench.contenders.contender import GENERATE, Contender, Measurement
 from kvpolicy.lab.bench.contenders.fill import fill_run
+from kvpolicy.lab.bench.contenders.forward import better_of_two
+from kvpolicy.lab.bench.profile import profile_steps
 from kvpolicy.lab.bench.timing import synchronized_time
-from kvpolicy.lab.bench.workload import Decode, Text
+from kvpolicy.lab.bench.workload import Decode, Prefill, Text
 from kvpolicy.lab.looks import policy_of
 from kvpolicy.lab.sweep.grid import Cell
 
 _PROMPT = 4  # tokens that are prefilled before a cache is filled
 _WARM = 2  # tokens of a text after its prompt and one decode step
 _ANY_BATCH = sys.maxsize  # slots: a run has as many as requests
+_TOGETHER = 8  # steps that a run may take beyond those that are wanted
 
 
 def engine_under(
@@ -46,16 +51,20 @@ def engine_under(
     )
 
     def decode(work: Decode) -> Measurement:
-        run = filled_run(engine, work, steps=work.steps)
+        run = filled_run(engine, work, steps=_room(work))
         run.step()
         before = run.report
         measured = _measure_steps(run, lambda taken: taken >= work.steps)
         after = run.report
         decode_s = after.decode_s - before.decode_s
+        profile = None
+        if work.profiled:
+            profile = profile_steps(lambda: _take_steps(run, work.profiled), engine.adapter.device)
         return Measurement(
             **measured,
             kv_bytes=after.peak_kv_bytes,
             policy_share=(after.decode_policy_s - before.decode_policy_s) / decode_s,
+            profile=profile,
         )
 
     def text(work: Text) -> Measurement:
@@ -71,11 +80,38 @@ def engine_under(
             policy_share=report.policy_share,
         )
 
+    def prefill(work: Prefill) -> Measurement:
+        prompts = work.prompts(model.config.vocab_size)
+        kv_bytes = 0
+
+        def bring_in() -> None:
+            nonlocal kv_bytes
+            run = engine.generate(prompts, max_new_tokens=1, stop_ids=())
+            run.results()
+            kv_bytes = run.report.peak_kv_bytes
+
+        seconds = better_of_two(bring_in, engine.adapter.device)
+        return Measurement((seconds,), kv_bytes=kv_bytes, read_bytes=0, prefill_s=seconds)
+
+    def batch_within(work: Decode, num_bytes: float) -> int:
+        """As many slots as a server would have in this memory."""
+        longest = work.held + _room(work) + _PROMPT
+        try:
+            limits = Limits.of(
+                engine, max_len=longest, max_prompt_len=_PROMPT, kv_memory=int(num_bytes)
+            )
+        except KVPolicyError:  # no room for one sequence
+            return 0
+        return limits.num_slots
+
     buffers = [layer.buffer for layer in cell.resolved.layers if layer.bounded and layer.budget]
     return Contender(
         name=cell.series,
         decode=decode,
         text=text,
+        # Only decode steps are compiled.
+        prefill=None if compile else prefill,
+        batch_within=batch_within,
         budget=cell.budget,
         references={GENERATE: GENERATE} if references is None else references,
         policy=policy_of(cell.resolved.to_dict()),
@@ -104,6 +140,20 @@ def warm_up(run: Run) -> None:
     run.step()
     while any(len(seq.tokens) < _WARM for seq in run.active):
         run.step()
+
+
+def _room(work: Decode) -> int:
+    """Steps for which there must be room: those that are profiled may be taken twice."""
+    return work.steps + 2 * (work.profiled + _TOGETHER) if work.profiled else work.steps
+
+
+def _take_steps(run: Run, least: int) -> int:
+    """Take at least so many steps, and return how many they were."""
+    num_steps = 0
+    while num_steps < least:
+        num_active = len(run.active)
+        num_steps += max(len(run.step().tokens) // num_active, 1)
+    return num_steps
 
 
 class RowsAttended(Extension):

@@ -6,14 +6,8 @@ How fast the machine is, is measured in every turn: it is what this machine give
 from transformers import PreTrainedModel
 
 from kvpolicy.lab.bench.contenders.contender import LIMIT, Contender, Measurement
-from kvpolicy.lab.bench.roofline import (
-    Machine,
-    ModelSize,
-    least_step_s,
-    memory_bandwidth,
-    product_speed,
-)
-from kvpolicy.lab.bench.workload import Decode, Text, Workload
+from kvpolicy.lab.bench.roofline import Machine, ModelSize, least_step_s
+from kvpolicy.lab.bench.workload import Decode, Text
 
 
 def machine_limit(model: PreTrainedModel) -> Contender:
@@ -23,8 +17,8 @@ def machine_limit(model: PreTrainedModel) -> Contender:
     """
     size = ModelSize.of(model)
 
-    def run(work: Workload) -> Measurement:
-        machine = Machine(memory_bandwidth(model.device), product_speed(model.device, model.dtype))
+    def run(work: Decode | Text) -> Measurement:
+        machine = Machine.of(model)
         read = _mean_tokens(work) * size.row_bytes
         step_s = least_step_s(machine, size, work.batch, read)
         return Measurement((step_s,), kv_bytes=round(read), read_bytes=read, machine=machine)
@@ -32,7 +26,7 @@ def machine_limit(model: PreTrainedModel) -> Contender:
     return Contender(LIMIT, run, run, references={}, has_cache=False)
 
 
-def _mean_tokens(work: Workload) -> float:
+def _mean_tokens(work: Decode | Text) -> float:
     """Tokens that a step attends to, summed over the sequences, the mean over the steps."""
     if isinstance(work, Decode):
         return work.batch * (work.held + (work.steps + 1) / 2)

@@ -1,31 +1,74 @@
 """The model alone, as a contender: an upper bound on speed."""
 
+from collections.abc import Callable
+
 import torch
 from transformers import PreTrainedModel
 
+from kvpolicy.errors import error_summary
 from kvpolicy.lab.bench.contenders.contender import MODEL_ALONE, Contender, Measurement
+from kvpolicy.lab.bench.profile import profile_steps
 from kvpolicy.lab.bench.timing import durations, synchronized_time
-from kvpolicy.lab.bench.workload import Decode, Workload
+from kvpolicy.lab.bench.workload import Decode, Text
+from kvpolicy.model.graphs import CudaGraphs, Graph, Output
 
 _NUM_STEPS = 64  # all steps take the same time
 
+Capture = Callable[[Callable[[], Output]], Graph]
 
-def model_alone(model: PreTrainedModel) -> Contender:
+
+def model_alone(model: PreTrainedModel, capture: Capture | None = None) -> Contender:
     """The model on one token of each sequence, without a cache: an upper bound on speed.
 
     Each token attends to itself only, so that everything but attention over a cache is measured.
+    On a GPU its steps are replayed from a graph, as the engine's are.
+
+    Args:
+        model: The model.
+        capture: Captures a step; default: as a CUDA graph on a GPU, and not at all elsewhere.
     """
+    if capture is None and model.device.type == "cuda":
+        capture = CudaGraphs()
 
     @torch.inference_mode()
-    def run(work: Workload) -> Measurement:
+    def run(work: Decode | Text) -> Measurement:
         prompts = work.prompts(model.config.vocab_size)
         token_ids = torch.tensor([prompt[:1] for prompt in prompts], device=model.device)
-        num_steps = work.steps if isinstance(work, Decode) else work.new_tokens
+
+        def step() -> Output:
+            logits = model(input_ids=token_ids, use_cache=False).logits[:, -1]
+            token_ids.copy_(logits.argmax(dim=-1, keepdim=True))
+            return logits, None
+
+        take, path = _replayed(step, capture)
+        most_steps, profiled = (
+            (work.steps, work.profiled) if isinstance(work, Decode) else (work.new_tokens, 0)
+        )
         times = []
-        for _ in range(min(num_steps, _NUM_STEPS) + 2):
-            logits = model(input_ids=token_ids, use_cache=False).logits
-            token_ids = logits[:, -1].argmax(dim=-1, keepdim=True)
+        for _ in range(min(most_steps, _NUM_STEPS) + 2):
+            take()
             times.append(synchronized_time(model.device))
-        return Measurement(durations(times[1:]), kv_bytes=0, read_bytes=0)
+
+        def take_profiled() -> int:
+            for _ in range(profiled):
+                take()
+            return profiled
+
+        profile = profile_steps(take_profiled, model.device) if profiled else None
+        return Measurement(
+            durations(times[1:]), kv_bytes=0, read_bytes=0, path=path, profile=profile
+        )
 
     return Contender(MODEL_ALONE, run, run, references={}, has_cache=False)
+
+
+def _replayed(
+    step: Callable[[], Output], capture: Capture | None
+) -> tuple[Callable[[], object], str]:
+    """What takes a step, and how."""
+    if capture is None:
+        return step, ""
+    try:
+        return capture(step).replay, "in a graph"
+    except RuntimeError as error:  # of CUDA, or of modules that read values on the host
+        return step, f"without a graph: {error_summary(error)}"

@@ -6,10 +6,11 @@ from statistics import median
 import attrs
 import numpy as np
 
-from kvpolicy.lab.bench.contenders.contender import FIRST_PLAN, LIMIT, Measurement
+from kvpolicy.lab.bench.contenders.contender import FIRST_PLAN, FORWARD, LIMIT, Measurement
+from kvpolicy.lab.bench.profile import StepProfile
 from kvpolicy.lab.bench.roofline import ModelSize, least_step_s
 from kvpolicy.lab.bench.rounds.turns import Job, Turn
-from kvpolicy.lab.bench.workload import Decode, Text
+from kvpolicy.lab.bench.workload import Decode, Prefill, Text
 
 _NUM_POINTS = 64  # of a curve
 
@@ -68,6 +69,7 @@ class BenchResult:
         device_bytes: Peak bytes allocated on a GPU; ``None`` without one.
         compile_s: Seconds in which torch compiled before the steps, in the round with most.
         rounds: Tokens per second in each round.
+        profile: What a device did in a step, in the last round; ``None`` if that was not asked for.
         curve: Tokens generated so far, and median milliseconds of a step there, of whole texts.
     """
 
@@ -95,7 +97,32 @@ class BenchResult:
     device_bytes: float | None
     compile_s: float
     rounds: tuple[float, ...]
+    profile: StepProfile | None
     curve: tuple[tuple[float, float], ...]
+
+
+@attrs.frozen
+class PrefillResult:
+    """Result of one contender at one prompt.
+
+    Attributes:
+        name: The contender.
+        num_tokens: Tokens of the prompt.
+        seconds: Seconds until it is in.
+        tok_s: Tokens per second, median over rounds.
+        over_forward: Its seconds, divided by those of transformers' forward in the same round;
+            ``None`` if that was not measured.
+        kv_bytes: Peak bytes of the cache.
+        device_bytes: Peak bytes allocated on a GPU; ``None`` without one.
+    """
+
+    name: str
+    num_tokens: int
+    seconds: Spread
+    tok_s: float
+    over_forward: Spread | None
+    kv_bytes: int
+    device_bytes: float | None
 
 
 def complete_rounds(turns: Iterable[Turn], jobs: Sequence[Job]) -> list[Round]:
@@ -108,7 +135,7 @@ def complete_rounds(turns: Iterable[Turn], jobs: Sequence[Job]) -> list[Round]:
 
 
 def summarize(turns: Iterable[Turn], jobs: Sequence[Job], size: ModelSize) -> list[BenchResult]:
-    """Summarize all complete rounds.
+    """Summarize decode steps and whole texts in all complete rounds.
 
     Args:
         turns: What was measured.
@@ -119,20 +146,20 @@ def summarize(turns: Iterable[Turn], jobs: Sequence[Job], size: ModelSize) -> li
         One result for each job, in order; none if no round is complete.
     """
     rounds = complete_rounds(turns, jobs)
-    batch_of = {job.name: job.work.batch for job in jobs}
     if not rounds:
         return []
 
     def result(job: Job) -> BenchResult:
         contender, work = job.contender, job.work
         measured = [found[job.name] for found in rounds]
-        speeds = tuple(work.batch / one.mean_step_s for one in measured)
+        batch = measured[0].batch
+        speeds = tuple(one.batch / one.mean_step_s for one in measured)
         prompt_tokens = sum(map(len, work.prompts(1))) if isinstance(work, Text) else 0
 
         def relative_to(other: str) -> Spread:
             """Speed relative to another contender at this work."""
-            theirs = batch_of[other, work.name]
-            found = [one[other, work.name].mean_step_s / theirs for one in rounds]
+            theirs = [one[other, work.name] for one in rounds]
+            found = [one.mean_step_s / one.batch for one in theirs]
             return _spread(speed * step for speed, step in zip(speeds, found, strict=True))
 
         present = {
@@ -142,17 +169,14 @@ def summarize(turns: Iterable[Turn], jobs: Sequence[Job], size: ModelSize) -> li
         }
         ratios = {called: relative_to(other) for called, other in present.items()}
         first = present.get(FIRST_PLAN)
-        is_alike = first is not None and batch_of[first, work.name] == work.batch
-        least_ms = [
-            _least_ms(found[job.name], work.batch, _limit(found, work.name), size)
-            for found in rounds
-        ]
+        is_alike = first is not None and rounds[0][first, work.name].batch == batch
+        least_ms = [_least_ms(found[job.name], _limit(found, work.name), size) for found in rounds]
 
         return BenchResult(
             name=contender.name,
             work=work.name,
             held=work.held if isinstance(work, Decode) else None,
-            batch=work.batch,
+            batch=batch,
             policy=contender.policy,
             budget=contender.budget,
             mean_ms=_spread(one.mean_step_s * 1e3 for one in measured),
@@ -167,7 +191,7 @@ def summarize(turns: Iterable[Turn], jobs: Sequence[Job], size: ModelSize) -> li
             policy_share=_median(one.policy_share for one in measured),
             compactions=_median(one.compactions for one in measured),
             compacting_ratio=_spread_or_none(map(_compacting_ratio, measured)),
-            rows_mean=median(one.read_bytes for one in measured) / size.row_bytes / work.batch,
+            rows_mean=median(one.read_bytes for one in measured) / size.row_bytes / batch,
             kv_bytes=max(one.kv_bytes for one in measured),
             limit_ms=_median(least_ms),
             limit_share=_median(
@@ -178,10 +202,39 @@ def summarize(turns: Iterable[Turn], jobs: Sequence[Job], size: ModelSize) -> li
             device_bytes=_median(one.device_bytes for one in measured),
             compile_s=max(one.compile_s for one in measured),
             rounds=speeds,
+            profile=measured[-1].profile,
             curve=_curve(measured) if isinstance(work, Text) else (),
         )
 
-    return [result(job) for job in jobs]
+    return [result(job) for job in jobs if not isinstance(job.work, Prefill)]
+
+
+def summarize_prefills(turns: Iterable[Turn], jobs: Sequence[Job]) -> list[PrefillResult]:
+    """Summarize prefills in all complete rounds; the arguments are those of `summarize`."""
+    rounds = complete_rounds(turns, jobs)
+    found = []
+    for job in jobs if rounds else ():
+        contender, work = job.contender, job.work
+        if not isinstance(work, Prefill):
+            continue
+        measured = [one[job.name] for one in rounds]
+        forward = contender.references.get(FORWARD, ""), work.name
+        over = [
+            one[job.name].mean_step_s / one[forward].mean_step_s for one in rounds if forward in one
+        ]
+        seconds = _spread(one.mean_step_s for one in measured)
+        found.append(
+            PrefillResult(
+                name=contender.name,
+                num_tokens=work.num_tokens,
+                seconds=seconds,
+                tok_s=work.batch * work.num_tokens / seconds.median,
+                over_forward=_spread_or_none(over),
+                kv_bytes=max(one.kv_bytes for one in measured),
+                device_bytes=_median(one.device_bytes for one in measured),
+            )
+        )
+    return found
 
 
 def _limit(found: Round, work: str) -> Measurement | None:
@@ -190,13 +243,11 @@ def _limit(found: Round, work: str) -> Measurement | None:
     return limits.get(work) or next(iter(limits.values()), None)
 
 
-def _least_ms(
-    measured: Measurement, batch: int, limit: Measurement | None, size: ModelSize
-) -> float | None:
+def _least_ms(measured: Measurement, limit: Measurement | None, size: ModelSize) -> float | None:
     """Least milliseconds of a step over as many rows."""
     if limit is None or limit.machine is None:
         return None
-    return least_step_s(limit.machine, size, batch, measured.read_bytes) * 1e3
+    return least_step_s(limit.machine, size, measured.batch, measured.read_bytes) * 1e3
 
 
 def _compacting_ratio(measured: Measurement) -> float | None:

@@ -17,20 +17,24 @@ class TurnFile:
 
     Attributes:
         turns: Those that the file had when it was opened, and those that were added.
-        batches: The best batch of contenders whose search is over; ``None`` if none fits.
+        passed: Checks that have passed.
     """
 
     def __init__(self, lines: JsonLines | None = None) -> None:
         records = [] if lines is None else lines.records[1:]
         self.turns = [Turn.from_dict(one) for one in records if "round" in one]
-        self.batches = {one["contender"]: one["batch"] for one in records if "batch" in one}
+        self.passed = {one["passed"] for one in records if "passed" in one}
         self._lines = lines
 
-    def add_batch(self, contender: str, batch: int | None) -> None:
-        """Keep the best batch of a contender."""
-        self.batches[contender] = batch
+    def batch_of(self, job: tuple[str, str]) -> int | None:
+        """The batch at which a job was measured; ``None`` if it was not."""
+        return next((one.measured.batch for one in self.turns if one.job == job), None)
+
+    def add_passed(self, check: str) -> None:
+        """Keep that a check has passed."""
+        self.passed.add(check)
         if self._lines is not None:
-            self._lines.append({"contender": contender, "batch": batch})
+            self._lines.append({"passed": check})
 
     def add(self, turn: Turn) -> None:
         """Keep a turn, in the file if there is one."""

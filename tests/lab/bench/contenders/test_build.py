@@ -7,6 +7,7 @@ from kvpolicy.lab.bench.contenders.build import build_contenders
 from kvpolicy.lab.bench.contenders.contender import (
     CONTINUOUS,
     FIRST_PLAN,
+    FORWARD,
     FULL,
     GENERATE,
     LIMIT,
@@ -22,13 +23,14 @@ def test_weights_in_another_form_are_contenders_of_their_own() -> None:
         [Form.plain(model), Form(PACKED, model, model)], cells("knorm"), without=["kvpress"]
     )
     names = [one.name for one in found.all]
-    mine = [MODEL_ALONE, GENERATE, CONTINUOUS, "knorm"]
+    mine = [MODEL_ALONE, GENERATE, FORWARD, CONTINUOUS, "knorm"]
     mine = [name for name in mine if name not in found.absent]
     assert names == [LIMIT, *mine, *(f"{name}, packed" for name in mine)]
     of_packed = found.all[-1].references
     assert of_packed == {
         GENERATE: "generate, packed",
         MODEL_ALONE: "model alone, packed",
+        FORWARD: f"{FORWARD}, packed",
         VLLM: "vLLM",  # its weights have one form
     }
 

@@ -60,6 +60,15 @@ def test_the_engine_decodes_over_a_filled_cache(stack: str) -> None:
     assert done.read_bytes == batch * ROW * np.mean(np.arange(budget + 1, budget + buffer + 1))
 
 
+def test_some_steps_are_profiled_after_those_that_are_measured() -> None:
+    contender = engine_under(tiny_model(), cell("h2o", 16, 6))
+    done = contender.run(Decode(3, 100, steps=4, compacts_all=False, profiled=2))
+    assert len(done.steps_s) == 4
+    assert done.profile is not None
+    assert done.profile.launches > 0
+    assert contender.run(Decode(3, 100, steps=1)).profile is None
+
+
 def test_policies_take_no_more_than_all_of_the_decode_time() -> None:
     """Long prompts and few tokens: nearly all compactions are before the first decode step."""
     contender = engine_under(tiny_model(), cell("knorm"))

@@ -8,7 +8,7 @@ from kvpolicy.lab.bench.contenders.machine_limit import machine_limit
 from kvpolicy.lab.bench.models import weight_bytes
 from kvpolicy.lab.bench.workload import Decode, Text
 
-MODULE = "kvpolicy.lab.bench.contenders.machine_limit"
+MODULE = "kvpolicy.lab.bench.roofline"
 
 
 def test_the_limit_reads_or_multiplies_the_weights_and_reads_all_rows(

@@ -1,9 +1,13 @@
-"""The model alone is measured without a cache."""
+"""The model alone is measured without a cache, as the engine runs its steps."""
 
+from collections.abc import Callable
+
+import torch
 from tiny import tiny_model
 
 from kvpolicy.lab.bench.contenders.model_alone import model_alone
 from kvpolicy.lab.bench.workload import Decode, Text
+from kvpolicy.model.graphs import Graph, Output
 
 
 def test_the_model_alone_has_no_cache() -> None:
@@ -12,3 +16,43 @@ def test_the_model_alone_has_no_cache() -> None:
         done = contender.run(work)
         assert (done.kv_bytes, done.read_bytes, done.prefill_s) == (0, 0, None)
         assert len(done.steps_s) == 7
+        assert (done.path, done.profile) == ("", None)
+
+
+def test_its_steps_are_replayed_from_a_graph_where_there_are_graphs() -> None:
+    """The graph reads each token where the step before has written it."""
+    model = tiny_model()
+    answers: list[list[int]] = []
+
+    def capture(run: Callable[[], Output]) -> Graph:
+        output = run()
+
+        def replay() -> None:
+            logits, _ = run()
+            answers.append(logits.argmax(dim=-1).tolist())
+
+        return Graph(replay, output)
+
+    work = Decode(2, 9, 5, profiled=3)
+    done = model_alone(model, capture).run(work)
+    assert done.path == "in a graph"
+    assert done.profile is not None
+    assert done.profile.launches > 0
+    assert len(answers) == 5 + 2 + 3
+    tokens = torch.tensor([prompt[:1] for prompt in work.prompts(model.config.vocab_size)])
+    wanted = []
+    with torch.inference_mode():
+        for _ in range(1 + len(answers)):
+            tokens = model(input_ids=tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            wanted.append(tokens[:, 0].tolist())
+    assert answers == wanted[1:], "the capture has run the first"
+
+
+def test_a_model_that_cannot_be_captured_runs_as_it_is_and_says_why() -> None:
+    def refuse(_: Callable[[], Output]) -> Graph:
+        msg = "operation not permitted when stream is capturing"
+        raise RuntimeError(msg)
+
+    done = model_alone(tiny_model(), refuse).run(Decode(2, 9, 5))
+    assert "not permitted when stream is capturing" in done.path
+    assert len(done.steps_s) == 5

@@ -6,11 +6,22 @@ from bench_parts import SIZE, jobs_at, measurement, named, one_round
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.lab.bench.contenders.contender import FIRST_PLAN, GENERATE, KVPRESS, LIMIT
+from kvpolicy.lab.bench.contenders.contender import (
+    FIRST_PLAN,
+    FORWARD,
+    GENERATE,
+    KVPRESS,
+    LIMIT,
+    Contender,
+)
 from kvpolicy.lab.bench.roofline import Machine
-from kvpolicy.lab.bench.rounds.summary import complete_rounds, summarize
+from kvpolicy.lab.bench.rounds.summary import (
+    complete_rounds,
+    summarize,
+    summarize_prefills,
+)
 from kvpolicy.lab.bench.rounds.turns import Job, Turn
-from kvpolicy.lab.bench.workload import Decode
+from kvpolicy.lab.bench.workload import Decode, Prefill
 
 
 def test_ratios_are_paired_by_round() -> None:
@@ -59,9 +70,10 @@ def test_works_and_batches_have_ratios_of_their_own() -> None:
     mine, theirs = named("mine"), named(GENERATE)
     other_batch = Decode(8, 20, 3)
     jobs = [Job(theirs, short), Job(mine, short), Job(theirs, long), Job(mine, other_batch)]
+    at_4, at_8 = measurement(1.0, batch=4), measurement(1.0, batch=8)
     found = [
         *one_round(0, {GENERATE: measurement(3.0), "mine": measurement(1.0)}, short.name),
-        *one_round(0, {GENERATE: measurement(1.0), "mine": measurement(1.0)}, long.name),
+        *one_round(0, {GENERATE: at_4, "mine": at_8}, long.name),
     ]
     results = summarize(found, jobs, SIZE)
     assert [one.ratios[GENERATE].median for one in results] == pytest.approx([1, 3, 1, 2])
@@ -136,7 +148,7 @@ def test_the_share_of_the_limit_is_the_least_time_by_the_time() -> None:
     other = Job(named("mine"), Decode(4, 10, 3))
     turns = [
         *one_round(0, {LIMIT: limit}),
-        *one_round(0, {"mine": mine}, other.work.name),
+        *one_round(0, {"mine": attrs.evolve(mine, batch=4)}, other.work.name),
     ]
     (_, alone) = summarize(turns, [*jobs_at([named(LIMIT)]), other], SIZE)
     assert alone.limit_ms == pytest.approx(1e3 * (2 * 4 * 250 / 50 + 0.6))
@@ -162,7 +174,8 @@ def test_a_policy_costs_what_the_first_does_not() -> None:
     assert mine.compacting_ratio is None, "no step compacts"
     # At batches of their own, the difference says nothing about the policy.
     jobs = [Job(who[0], Decode(1, 10, 3)), Job(who[1], Decode(2, 10, 3))]
-    turns = one_round(0, of_round, "10 held")
+    alone = attrs.evolve(of_round["oldest"], batch=1)
+    turns = one_round(0, of_round | {"oldest": alone}, "10 held")
     assert [one.policy_cost is None for one in summarize(turns, jobs, SIZE)] == [False, True]
 
 
@@ -172,3 +185,28 @@ def test_steps_that_compact_are_compared_with_the_others() -> None:
     assert found.compacting_ratio is not None
     assert found.compacting_ratio.median == 6.0 / 2.0
     assert found.compactions == 3
+
+
+def test_prompts_have_results_of_their_own_beside_the_models_forward() -> None:
+    def brings(name: str) -> Contender:
+        references = {FORWARD: FORWARD}
+        return Contender(name, prefill=lambda _: measurement(1.0), references=references)
+
+    prompt = Prefill(300)
+    jobs = [*jobs_at([named("x")]), *jobs_at([brings(FORWARD), brings("mine")], prompt)]
+    found: list[Turn] = []
+    for number, (forward_s, mine_s) in enumerate([(1.0, 3.0), (2.0, 4.0), (4.0, 4.0)]):
+        found += one_round(number, {"x": measurement(1.0)})
+        seconds = {FORWARD: measurement([forward_s]), "mine": measurement([mine_s], kv_bytes=7)}
+        found += one_round(number, seconds, prompt.name)
+    forward, mine = summarize_prefills(found, jobs)
+    assert [one.name for one in summarize(found, jobs, SIZE)] == ["x"]
+    assert forward.tok_s == pytest.approx(150)
+    assert (mine.name, mine.num_tokens, mine.kv_bytes) == ("mine", 300, 7)
+    assert attrs.astuple(mine.seconds) == (4, 3, 4)
+    assert mine.over_forward is not None
+    assert attrs.astuple(mine.over_forward) == (2, 1, 3)
+    (alone,) = summarize_prefills(found, jobs[-1:])
+    assert alone.over_forward == mine.over_forward, "it was measured, whoever is shown"
+    rest = [turn for turn in found if turn.job[0] != FORWARD]
+    assert summarize_prefills(rest, jobs[-1:])[0].over_forward is None
