@@ -22,6 +22,16 @@ def dot(left, right):
 
 
 @triton.jit
+def rounded(numbers, kind: tl.constexpr):
+    """Numbers in fp32, rounded to another precision and back."""
+    if INTERPRETED and kind == tl.bfloat16:  # the interpreter cuts bits off
+        bits = numbers.to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        numbers = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return numbers.to(kind).to(tl.float32)
+
+
+@triton.jit
 def row_start(slot, head, row, slot_stride, head_stride, row_stride):
     """Elements from the start of a tensor to a row of a slot and KV head.
 

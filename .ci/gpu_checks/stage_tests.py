@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ALL_OF = (
     "tests/attention",
     "tests/toolkit/test_triton_redundancy.py",
+    "tests/model/test_triton_fused.py",
     "tests/model/test_graphs.py",
     "tests/model/test_graph_guard.py",
 )

@@ -76,8 +76,12 @@ class Runner:
         path = "static, compiled" if self._compiled else "static"
         if self.graphs is None:
             return f"{path}, without graphs: {self._graph_problem}" if self._on_gpu else path
-        problem = self.graphs.problem
-        return f"{path}, in graphs" if problem is None else f"{path}, without graphs: {problem}"
+        problem, not_fused = self.graphs.problem, self.graphs.not_fused
+        if problem is not None:
+            return f"{path}, without graphs: {problem}"
+        if not_fused is not None:
+            return f"{path}, in graphs, not fused: {not_fused}"
+        return f"{path}, fused, in graphs" if self.graphs.fused else f"{path}, in graphs"
 
     def run(self, step: Step) -> Output:
         """Compute the new tokens of a step; their rows are provisional until `commit`."""

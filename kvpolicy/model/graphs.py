@@ -3,6 +3,9 @@
 A graph is captured for each width of a batch when it is first needed, the widest first, so that
 narrower ones find room in its memory. What is captured runs a few times before. No slot takes part
 in these runs, and a step in which none does changes nothing.
+
+The first of these runs is recorded, and groups of its operators become one each, which is what is
+captured; see `kvpolicy.model.fused`.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,8 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.cache.static_step import StaticStep
+from kvpolicy.devices import HAS_TRITON
 from kvpolicy.errors import error_summary
-from kvpolicy.model.static_forward import StaticForward, module_of
+from kvpolicy.model.fused.record import NotRecordableError, record
+from kvpolicy.model.fused.rewrite import Counts, fuse
+from kvpolicy.model.static_forward import Compiled, StaticForward, module_of
 
 # What a step answers: logits ``[W, V]`` and hidden states.
 Output = tuple[Tensor, Tensor | None]
@@ -30,10 +36,12 @@ class Graph:
     Attributes:
         replay: Runs it again, on what the same addresses hold by then.
         output: Its output, which every replay overwrites.
+        program: What was captured, whose tensors it reads.
     """
 
     replay: Callable[[], None]
     output: Output
+    program: Callable[[], Output] | None = None
 
 
 class CudaGraphs:
@@ -68,9 +76,14 @@ class GraphRunner:
 
     Attributes:
         problem: Why steps run without graphs; ``None``: they are replayed.
+        fused: How many groups of operators have become one; ``None``: nothing was captured yet, or
+            the step is captured as it is.
+        not_fused: Why it is captured as it is, if it is.
     """
 
     problem: str | None = None
+    fused: Counts | None = None
+    not_fused: str | None = None
 
     def __init__(
         self, forward: StaticForward, capture: Callable[[Callable[[], Output]], Graph] | None = None
@@ -83,6 +96,7 @@ class GraphRunner:
         """
         self._forward = forward
         self._capture = capture or CudaGraphs()
+        self._fuses = not isinstance(forward, Compiled)  # which fuses in its own way
         self._graphs: dict[tuple[object, ...], Graph] = {}
         self._module: nn.Module | None = None
         self._weights: list[Mapping[str, Tensor | None]] = []
@@ -111,10 +125,40 @@ class GraphRunner:
         """Capture a step of some width, which does what the step under way does."""
         try:
             with given.step.idle(key[0]):
-                self._graphs[key] = self._capture(lambda: self._forward(call, given))
+                run = self._fused(lambda: self._forward(call, given))
+                self._note_changes(module_of(call), given.step)  # weights may have moved
+                self._graphs[key] = attrs.evolve(self._capture(run), program=run)
         except RuntimeError as error:  # of CUDA, of Triton's compiler, of kernels that wait
             self.problem = f"a step cannot be captured: {error_summary(error)}"
             self._graphs.clear()
+
+    def _fused(self, run: Callable[[], Output]) -> Callable[[], Output]:
+        """A function that computes what a step does, in fewer kernels if that can be done."""
+        if not self._fuses or self.not_fused is not None:
+            return run
+        try:
+            recording = record(run)
+            (logits, _), on_gpu = recording.output, recording.output[0].is_cuda
+            if on_gpu and not HAS_TRITON:
+                self.not_fused = "Triton is not installed"
+                return run
+            logits = logits.clone()
+            self.fused = fuse(recording)
+            program = recording.program()
+            found, _ = program()
+        except NotRecordableError as error:
+            self.not_fused = str(error)
+            return run
+        except RuntimeError as error:  # of Triton's compiler, or of memory
+            self.not_fused = error_summary(error)
+            return run
+        if on_gpu:
+            torch.cuda.empty_cache()  # where weights were before they were joined
+        if not any(self.fused.values()):
+            self.not_fused = "it has no norms, rotations, gates or products that are known"
+        elif not _are_close(found, logits):
+            self.not_fused = "it would compute other numbers"
+        return program if self.not_fused is None else run
 
     def _note_changes(self, module: nn.Module, step: StaticStep) -> None:
         """Forget graphs that speak of other addresses than those of now."""
@@ -140,6 +184,13 @@ class GraphRunner:
         if addresses != self._addresses:
             self._addresses = addresses
             self._graphs.clear()
+
+
+def _are_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether logits are equal up to rounding, by the norm of their difference."""
+    share = 0.1 if expected.dtype.itemsize < 4 else 0.01
+    distance = (found.float() - expected.float()).norm()
+    return not distance > share * expected.float().norm()  # NaN is no matter of how it is run
 
 
 def _runs_python(module: nn.Module) -> bool:

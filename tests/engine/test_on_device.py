@@ -75,4 +75,4 @@ def test_steps_are_static_and_in_graphs_on_a_gpu(device: torch.device) -> None:
         PROMPTS, max_new_tokens=6
     )
     run.results()
-    assert run.report.path == ("static, in graphs" if device.type == "cuda" else "static")
+    assert run.report.path == ("static, fused, in graphs" if device.type == "cuda" else "static")

@@ -17,6 +17,7 @@ from kvpolicy.cache.static_step import StaticStep, width_for
 from kvpolicy.engine.requests.request import Sampling
 from kvpolicy.engine.runner import Runner
 from kvpolicy.engine.tracing import recording
+from kvpolicy.model import graphs
 from kvpolicy.model.graphs import Graph, GraphRunner, Output
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6, [9] * 5, [4, 4]]
@@ -171,7 +172,7 @@ def test_the_widest_graph_is_captured_first_and_each_width_once(recorder: Record
     while not run.done:
         run.step()
     assert recorder.widths == [5, 4, 2, 1]
-    assert run.report.path == "static, in graphs"
+    assert run.report.path == "static, fused, in graphs"
 
 
 def test_a_batch_that_is_never_full_captures_its_widest_graph_first(recorder: Recorder) -> None:
@@ -218,6 +219,43 @@ def test_a_step_that_cannot_be_captured_runs_without(
     )
     monkeypatch.undo()
     assert replayed == tokens(requests())
+
+
+@pytest.mark.parametrize("problem", ["other numbers", "no kernel"])
+def test_a_step_that_cannot_be_fused_is_captured_as_it_is(
+    problem: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fuse(recording: Any) -> dict[str, int]:
+        if problem == "no kernel":
+            raise RuntimeError(problem)
+        for node in list(recording.graph.nodes):
+            if node.target is torch.ops.aten.silu.default:
+                node.target = torch.ops.aten.relu.default
+        return {"gates": 2}
+
+    monkeypatch.setattr(graphs, "fuse", fuse)
+    run = Engine(tiny_model(), plan=PLAN, slots=5).generate(requests())
+    replayed = [result.tokens for result in run.results()]
+    assert recorder.widths == [5, 4, 2, 1]
+    assert run.report.path.startswith("static, in graphs, not fused: ")
+    monkeypatch.undo()
+    assert replayed == tokens(requests())
+
+
+def test_weights_of_joint_products_are_moved_before_anything_is_captured(
+    recorder: Recorder,
+) -> None:
+    model = tiny_model()
+    before = model.state_dict()
+    before = {name: one.clone() for name, one in before.items()}
+    assert tokens(requests(), model) == tokens(requests(), model)
+    assert recorder.widths == [5, 4, 2, 1] * 2
+    first, second = (
+        model.model.layers[0].mlp.get_submodule(n).weight for n in ("gate_proj", "up_proj")
+    )
+    assert second.data_ptr() == first.data_ptr() + first.nbytes
+    after = model.state_dict()
+    assert all(torch.equal(after[name], one) for name, one in before.items())
 
 
 def test_a_model_with_hooks_runs_without_graphs(recorder: Recorder) -> None:

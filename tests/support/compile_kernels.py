@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 from kvpolicy.attention.triton_backend import append as triton_append
 from kvpolicy.attention.triton_backend import compact as triton_compact
 from kvpolicy.attention.triton_backend import decode as triton_decode
+from kvpolicy.model.fused import triton_kernels as fused
 from kvpolicy.toolkit import triton_redundancy
 
 SLAB = {"CAPACITY": 1152, "DIM": 128}
@@ -42,15 +43,19 @@ ON_A_GPU = {"TENSOR_CORES": True}
 SHORT = {**SHAPE, **GROUP, **CHUNKS, "DIM": 8}  # heads of 8 numbers: `tl.dot` wants 16
 SHORT["GROUP_BLOCK"], SHORT["DIM_BLOCK"] = triton_decode.blocks_of(4, 8, tensor_cores=True)
 
+ROW = {"SIZE": 4096, "BLOCK": 4096}
+HEADS = {"QUERY_HEADS": 32, "KEY_HEADS": 8, "DIM": 128, "HALF_BLOCK": 64}
+
 # Types of what a kernel is given, by the names of its arguments. All other names are strides.
 TYPES = {
-    "*bf16": "query key value keys values window out sinks slab logits",
+    "*bf16": "query key value keys values window out sinks slab logits states added weight total "
+    "cos sin query_weight key_weight query_out key_out gate up",
     "*fp32": "sums squares squares_logit squares_logit2 chunk_top chunk_total chunk_output "
     "inverse_norms unit_sums similarity totals",
     "*i64": "positions rows seq_len keep slots start num_kept num_rows bounds",
     "*i32": "exempt",
     "*u8": "live",
-    "fp32": "scaling factor threshold",
+    "fp32": "scaling factor threshold eps",
 }
 TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
 
@@ -79,6 +84,19 @@ KERNELS = {
     "units": (triton_redundancy._units, {**RKV, "EPSILON": 1e-8}),
     "exempt pairs": (triton_redundancy._exempt_pairs, {**RKV, "FIRST": False}),
     "totals": (triton_redundancy._totals, RKV),
+    "norm": (fused._norm, {**ROW, "ADDS": False}),
+    "norm of a sum": (fused._norm, {**ROW, "ADDS": True}),
+    "norm of a sum of long rows": (fused._norm, {"SIZE": 12288, "BLOCK": 16384, "ADDS": True}),
+    "rotate": (fused._rotate, {**HEADS, "NORM": False}),
+    "rotate after norms": (fused._rotate, {**HEADS, "NORM": True}),
+    "gate": (fused._gate, {"SIZE": 12288, "BLOCK": 1024}),
+}
+WARPS = {
+    "norm": 8,
+    "norm of a sum": 8,
+    "norm of a sum of long rows": 16,
+    "rotate": 1,
+    "rotate after norms": 1,
 }
 
 
@@ -130,6 +148,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 if __name__ == "__main__":
     assert "TRITON_INTERPRET" not in os.environ, "interpreted kernels cannot be compiled"
     report = {
-        name: compiled(kernel, constants, warps=4) for name, (kernel, constants) in KERNELS.items()
+        name: compiled(kernel, constants, warps=WARPS.get(name, 4))
+        for name, (kernel, constants) in KERNELS.items()
     }
     json.dump(report, sys.stdout)

@@ -124,8 +124,9 @@ class RunReport:
             that are not annotated yet, and the temporary copy of a compaction.
         num_processes: Processes that share the model and its cache.
         path: How decode steps were run: ``"eager: REASON"``, or ``"static"``, followed by
-            ``", compiled"``, and on a GPU by ``", in graphs"`` or
-            ``", without graphs: REASON"``.
+            ``", compiled"``, and on a GPU by ``", fused, in graphs"``,
+            ``", in graphs, not fused: REASON"`` or ``", without graphs: REASON"``. Compiled ones
+            are ``", in graphs"``.
         compile_s: Seconds in which decode steps were compiled.
         packed_bytes: Bytes of packed weights, which are beside the plain ones.
         released_bytes: Bytes of plain weights that were freed after packing.

@@ -1,0 +1,193 @@
+"""Recording: the operators that a function of tensors runs, as a graph that can be run again.
+
+What is recorded is what a CUDA graph would hold: a sequence of operators on tensors at fixed
+addresses. Unlike a CUDA graph it says which operators these are, so that some can be replaced
+before the step is captured. It holds for the shapes and addresses that it was recorded with.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_ALLOCATES = (
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+)
+
+
+class NotRecordableError(Exception):
+    """A function does what operators do not tell of; users read why in `RunReport.path`."""
+
+
+@attrs.frozen
+class Layout:
+    """What the result of an operator is like.
+
+    Attributes:
+        shape: Its sizes.
+        dtype: Its precision.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Layout":
+        """That of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
+def layout(node: Node) -> Layout | None:
+    """What a node gives, if that is one tensor."""
+    found: Layout | None = node.meta.get("layout")
+    return found
+
+
+def writes(node: Node) -> list[Node]:
+    """The nodes whose tensors an operator changes in place."""
+    return [] if node.op != "call_function" else list(_written(node.target, node.args, node.kwargs))
+
+
+@attrs.frozen(eq=False)
+class Recording:
+    """What a function has run.
+
+    Attributes:
+        graph: Its operators, in their order; before them the tensors that they are given from
+            outside, as ``get_attr`` nodes.
+        tensors: These tensors, by the targets of their nodes.
+        output: What the function returned.
+    """
+
+    graph: Graph
+    tensors: dict[str, Tensor]
+    output: Any
+
+    def program(self) -> GraphModule:
+        """A function without arguments that runs the graph."""
+        return GraphModule(self.tensors, self.graph)
+
+
+def record(run: Callable[[], Any]) -> Recording:
+    """Run a function, and record the operators that it runs.
+
+    Args:
+        run: The function; it reads no value on the host.
+
+    Raises:
+        NotRecordableError: It reads one, or computes by other means than operators of torch.
+    """
+    recorder = _Recorder()
+    with recorder:
+        output = run()
+    recorder.graph.output(tree_map(recorder.node_of, output))
+    return Recording(recorder.graph, recorder.tensors, output)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = Graph()
+        self.tensors: dict[str, Tensor] = {}
+        self._nodes: Any = WeakTensorKeyDictionary()
+        self._unwritten: set[int] = set()  # storages
+
+    def node_of(self, value: Any) -> Any:
+        """The node of a tensor; another value as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        node = self._nodes.get(value)
+        if node is None:
+            name = f"tensor_{len(self.tensors)}"
+            self.tensors[name] = value
+            with self.graph.inserting_before():
+                node = self.graph.create_node("get_attr", name)
+            self._know(value, node)
+        return node
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        is_mutable = func._schema.is_mutable
+        if not is_mutable and any(result is one for one in given):
+            return result  # such as a cast to the precision that it has
+        self._check(func, args, kwargs, given, result)
+        node = self.graph.call_function(
+            func, tree_map(self.node_of, args), tree_map(self.node_of, kwargs)
+        )
+        if isinstance(result, Tensor):
+            self._know(result, node)
+        elif isinstance(result, (tuple, list)):
+            for index, part in enumerate(result):
+                self._know(part, self.graph.call_function(getitem, (node, index)))
+        return result
+
+    def _know(self, tensor: Tensor, node: Node) -> None:
+        node.meta["layout"] = Layout.of(tensor)
+        self._nodes[tensor] = node
+
+    def _check(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], result: Any) -> None:
+        """Refuse what the graph would leave out.
+
+        Raises:
+            NotRecordableError: See `record`.
+        """
+        name = func._schema.name
+        results = [] if result is None else tree_leaves(result)
+        has_fixed_shape = torch.Tag.dynamic_output_shape not in func.tags or (
+            func is torch.ops.aten.index.Tensor
+            and all(one is None or one.dtype in (torch.int32, torch.int64) for one in args[1])
+        )
+        if not has_fixed_shape or not all(isinstance(one, Tensor) for one in results):
+            msg = f"it reads values on the host, by {name}"
+            raise NotRecordableError(msg)
+        if any(one.is_cpu for one in results) and not all(one.is_cpu for one in given):
+            msg = f"it copies values to the host, by {name}"
+            raise NotRecordableError(msg)
+        written = {id(one) for one in _written(func, args, kwargs)}
+        is_view = any(
+            one.alias_info and not one.alias_info.is_write for one in func._schema.returns
+        )
+        if not is_view:
+            read = (_storage(one) for one in given if id(one) not in written)
+            if not self._unwritten.isdisjoint(read):
+                msg = "kernels run in it that torch is not told of"
+                raise NotRecordableError(msg)
+            self._unwritten.difference_update(
+                map(_storage, [*results, *_written(func, args, kwargs)])
+            )
+        if name in _ALLOCATES:
+            self._unwritten.update(map(_storage, results))
+
+
+def getitem(parts: Any, index: int) -> Any:
+    """One of several results of an operator."""
+    return parts[index]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The arguments that an operator changes in place."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    by_name = dict(zip((one.name for one in schema.arguments), args, strict=False)) | kwargs
+    for one in schema.arguments:
+        if one.alias_info is not None and one.alias_info.is_write and one.name in by_name:
+            yield from (leaf for leaf in tree_leaves(by_name[one.name]) if leaf is not None)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
