@@ -26,6 +26,7 @@ ALL_OF = (
     "tests/model/test_triton_fused.py",
     "tests/model/test_graphs.py",
     "tests/model/test_graph_guard.py",
+    "tests/model/test_prompt_attention.py",
 )
 # What a rehearsal runs of these: the interpreter takes minutes for the others.
 QUICK_OF = (

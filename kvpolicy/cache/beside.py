@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.visible import Visible
 from kvpolicy.cache.eager_step import EagerStep
 from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.layouts.base import LayerCache, OpenRows
@@ -69,7 +70,7 @@ class OpenBeside(OpenRows):
     """A layer during a forward whose new rows are beside the slabs.
 
     `store` returns the rows beside the slabs, those of forwards before included; `held` has the
-    others, and the mask is for these first.
+    others, which come first in what is visible.
     """
 
     def __init__(self, layer: LayerCache, tokens: NewTokens, rows: RowsBeside) -> None:
@@ -81,16 +82,22 @@ class OpenBeside(OpenRows):
             store.decode([columns.read(one) for one in side]) for side in (store.keys, store.values)
         )
         self.held = keys, values
-        query = rows.num_done + np.arange(tokens.width)[:, None]  # among the tokens beside
         own = np.arange(rows.num_done + tokens.width)
-        new = upload(own <= query, device)[None, None]
+        new = torch.ones(1, 1, tokens.width, len(own), dtype=torch.bool, device=device)
         old = columns.present[:, :, None].expand(-1, -1, tokens.width, -1)
         if layout.drops_unseen:
             first = tokens.seq_len[:, None] - rows.num_done
             positions = upload(first + own, device)[:, None]
             old = old & layout.sees(layer.shape, columns.read(layer.positions), tokens)
             new = new & layout.sees(layer.shape, positions, tokens)
-        self.mask = torch.cat([old, new.expand(*old.shape[:3], -1)], dim=3)
+        mask = torch.cat([old, new.expand(*old.shape[:3], -1)], dim=3)
+        self.visible = Visible(
+            tokens.lengths,
+            np.full_like(tokens.lengths, mask.shape[3]),
+            tokens.width,
+            device,
+            also=lambda now, seen: mask[:, :, now, seen],
+        )
 
     def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Hold the new rows beside the slabs; returns all that are there."""

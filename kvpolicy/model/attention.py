@@ -44,16 +44,14 @@ def attend(
     Returns:
         Attention output, ``[B, H_q, L, D]``.
     """
-    layer, opened, tokens = step.cache.layers[layer_idx], step.layers[layer_idx], step.tokens
+    layer, opened = step.cache.layers[layer_idx], step.layers[layer_idx]
     step.attended.add(layer_idx)
     layer.softmax = softmax
     if opened.remembers:
         opened.remember(_as_policies_read(queries, scaling))
     if opened.held is not None:
-        visible = opened.mask
-        assert visible is not None, "rows beside the slabs are seen by later tokens only"
         return eager.attend_beside(
-            queries, opened.held, (keys, values), visible, scaling=scaling, softmax=softmax
+            queries, opened.held, (keys, values), opened.visible, scaling=scaling, softmax=softmax
         )
     accumulated = {
         name: keys.new_zeros(keys.shape[:3], dtype=torch.float32) for name in layer.accumulators
@@ -62,11 +60,10 @@ def attend(
         queries,
         keys,
         values,
-        opened.mask,
+        opened.visible,
         scaling=scaling,
         softmax=softmax,
         accumulated=accumulated,
-        is_real=torch.from_numpy(tokens.is_real).to(keys.device) if tokens.has_pads else None,
     )
     for name, received in accumulated.items():
         opened.receive(name, received)

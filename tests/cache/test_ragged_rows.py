@@ -62,7 +62,8 @@ class Sequences:
                         self.rows[slot][layer][head].append(position)
             keys, values = step.store(layer, new, -new)
             assert torch.equal(values, -keys)
-            mask = step.layers[layer].mask
+            every = slice(0, step.width), slice(0, keys.shape[2])
+            mask = step.layers[layer].visible.mask(*every)
             assert mask is not None
             for b, slot in enumerate(slots):
                 for head in range(self.heads):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from strategies import costly, seeds
 from torch import Tensor
 
-from kvpolicy.attention import eager
+from kvpolicy.attention import blocks
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.softmax import PLAIN, Softmax
 from kvpolicy.cache.eager_step import EagerStep
@@ -61,14 +61,14 @@ def attended(
     st.lists(st.tuples(st.integers(0, 12), st.integers(1, 12)), min_size=1, max_size=3),
     seeds,
     softmaxes,
-    st.sampled_from([1, 700, eager.BLOCK_BYTES]),
+    st.sampled_from([1, 700, blocks.BLOCK_BYTES]),
 )
 def test_blocks_of_queries_equal_loops_over_queries_and_rows(
     lengths: list[tuple[int, int]], seed: int, softmax: Softmax, block_bytes: int
 ) -> None:
     before, new = ([pair[i] for pair in lengths] for i in (0, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager, "BLOCK_BYTES", block_bytes)
+        patch.setattr(blocks, "BLOCK_BYTES", block_bytes)
         queries, output, cache, tracks = attended(before, new, seed, softmax)
     layer = cache.layers[0]
     for b, (num_before, num_new) in enumerate(lengths):
@@ -120,7 +120,7 @@ def weights_of(
 def test_memory_does_not_grow_with_the_queries(
     softmax: Softmax, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eager, "BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 18)
     shape = LayerShape(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
 
     def beyond_the_output(length: int) -> int:

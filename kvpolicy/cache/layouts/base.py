@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.softmax import PLAIN
+from kvpolicy.attention.visible import Visible
 from kvpolicy.cache.arena import Arena, SlabArena, slot_index
 from kvpolicy.cache.contents import Contents, LayerContents
 from kvpolicy.cache.counts import Counts
@@ -32,6 +33,8 @@ from kvpolicy.cache.store import RowStore
 
 #: Tokens that a slot takes where nothing is ever due.
 PLENTY = sys.maxsize
+
+ALL = slice(None)
 
 
 class Layer:
@@ -285,16 +288,19 @@ class RowLayout(Layout):
         del shape, positions, seq_len
         return None
 
-    def sees(self, shape: LayerShape, positions: Tensor, tokens: NewTokens) -> Tensor:
+    def sees(
+        self, shape: LayerShape, positions: Tensor, tokens: NewTokens, now: slice = ALL
+    ) -> Tensor:
         """Which rows at some positions are not hidden from new tokens, though they come before.
 
         Args:
             shape: The shape of the layer.
             positions: ``[B, H_kv, T]``.
             tokens: The new tokens.
+            now: Token columns that are asked for, ``l`` of them.
 
         Returns:
-            Bool ``[B, H_kv, L, T]``. Asked only where `drops_unseen`.
+            Bool ``[B, H_kv, l, T]``. Asked only where `drops_unseen`.
         """
         raise NotImplementedError
 
@@ -431,9 +437,11 @@ class Around(RowLayout):
         """Which rows no later query sees."""
         return self.inner.out_of_sight(shape, positions, seq_len)
 
-    def sees(self, shape: LayerShape, positions: Tensor, tokens: NewTokens) -> Tensor:
+    def sees(
+        self, shape: LayerShape, positions: Tensor, tokens: NewTokens, now: slice = ALL
+    ) -> Tensor:
         """Which rows are not hidden from new tokens."""
-        return self.inner.sees(shape, positions, tokens)
+        return self.inner.sees(shape, positions, tokens, now)
 
     def drop_unseen(self, layer: "LayerCache", slot: int, num_hidden: int) -> None:
         """Drop the first rows that no later query sees."""
@@ -521,14 +529,14 @@ class OpenRows(ABC):
     is ended by neither has changed nothing that a count reaches.
 
     Attributes:
-        mask: Rows each query may see of those that `store` returned, bool
-            ``[B, 1 or H_kv, L, T]``; ``None``: all. Those of `held` come before them.
+        visible: Which rows each query sees of those that `store` returned; once they are stored.
+            Those of `held` come before them.
         held: More rows to attend to, keys and values ``[B, H_kv, T, D]``, if those that `store`
             returned are beside the slabs; else ``None``.
         remembers: Whether queries are wanted, see `remember`.
     """
 
-    mask: Tensor | None
+    visible: Visible
     held: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, layer: LayerCache, tokens: NewTokens) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpolicy.attention.base import Compact
 from kvpolicy.attention.choose import backend_for
+from kvpolicy.attention.visible import Visible
 from kvpolicy.cache.arena import SlabArena, slot_index
 from kvpolicy.cache.contents import LayerContents
 from kvpolicy.cache.layouts.base import LayerCache, OpenRows, OpenSlabs, RowLayout
@@ -144,12 +145,12 @@ class Where:
     Attributes:
         rows: Row of each new token in the slab of its slot, ``[N]``.
         num_rows: Rows to attend to: those of the fullest slot.
-        mask: Rows each query may see, bool ``[B, 1, L, T]``; ``None``: all.
+        visible: Which of them each query sees.
     """
 
     rows: Tensor
     num_rows: int
-    mask: Tensor | None
+    visible: Visible
 
 
 def where_rows_go(
@@ -169,17 +170,8 @@ def where_rows_go(
 
 def _where(tokens: NewTokens, before: np.ndarray, device: torch.device, reach: int | None) -> Where:
     after = before + tokens.lengths
-    num_rows = int(after.max())
-    mask = None
-    if tokens.width > 1 or not (after == num_rows).all():
-        # A query sees the old rows and the new ones up to its own; a pad sees the first
-        # row, so that its softmax has something to normalise.
-        newest = np.maximum(before[:, None] + tokens.token, 0)[..., None]  # [B, L, 1]
-        visible = np.arange(num_rows) <= newest
-        if reach is not None:
-            visible &= np.arange(num_rows) > newest - reach
-        mask = torch.from_numpy(visible)[:, None].to(device)
-    return Where(tokens.rows(before, device), num_rows, mask)
+    visible = Visible(tokens.lengths, after, tokens.width, device, reach)
+    return Where(tokens.rows(before, device), int(after.max()), visible)
 
 
 class OpenEven(OpenSlabs):
@@ -191,7 +183,7 @@ class OpenEven(OpenSlabs):
         """Begin a forward of slots that hold so many rows, ``[B]``; see `where_rows_go`."""
         super().__init__(layer, tokens)
         where = where_rows_go(tokens, before, layer.shape.device, reach)
-        self.mask = where.mask
+        self.visible = where.visible
         self._new = (tokens.on(layer.shape.device).slots, slice(None), where.rows)
         self._held = (tokens.served, slice(None), slice(where.num_rows))
 

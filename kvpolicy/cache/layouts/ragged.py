@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.visible import Visible
 from kvpolicy.cache.arena import SlabArena, slot_index
 from kvpolicy.cache.contents import LayerContents
 from kvpolicy.cache.counts import Counts
@@ -288,11 +289,16 @@ class OpenRagged(OpenSlabs):
         ones = tokens.on(device)
         new_places, _ = places_of(bounds[ones.slots], capacity, new[:, None, None])
         self._new = (ones.slots[:, None], new_places[:, :, 0])
-        # A query sees the rows before it, and its own column, also a pad, which has no row.
-        column = torch.arange(most, device=device)
-        own = torch.arange(most - tokens.width, most, device=device)[:, None]
-        self.mask = (self._present[:, :, None] & (column <= own)) | (column == own)
+        every = np.full_like(tokens.lengths, most)
+        self.visible = Visible(tokens.lengths, every, tokens.width, device, also=self._with_a_row)
         self._note_copy = counts.note_copy
+
+    def _with_a_row(self, now: slice, columns: slice) -> Tensor:
+        """Columns that have a row, and the own one of a query: a pad has no row there."""
+        device, first = self._present.device, self._present.shape[2] - self.tokens.width
+        column = torch.arange(columns.start, columns.stop, device=device)
+        own = torch.arange(first + now.start, first + now.stop, device=device)[:, None]
+        return self._present[:, :, None, columns] | (column == own)
 
     def put(self, slab: Tensor, new: Tensor | int) -> None:
         """Write the new rows of a slab."""

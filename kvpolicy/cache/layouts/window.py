@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.visible import Visible
 from kvpolicy.cache.counts import Counts
-from kvpolicy.cache.layouts.base import PLENTY, LayerCache, OpenRows
+from kvpolicy.cache.layouts.base import ALL, PLENTY, LayerCache, OpenRows
 from kvpolicy.cache.layouts.even import Even, OpenEven, where_rows_go
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
@@ -59,9 +60,11 @@ class Window(Even):
         oldest = upload(seq_len - window_of(shape), positions.device)
         return positions <= oldest[:, None, None]
 
-    def sees(self, shape: LayerShape, positions: Tensor, tokens: NewTokens) -> Tensor:
+    def sees(
+        self, shape: LayerShape, positions: Tensor, tokens: NewTokens, now: slice = ALL
+    ) -> Tensor:
         """Rows within the window of each token; all for pads."""
-        queries = np.where(tokens.is_real, tokens.position_ids, -1)
+        queries = np.where(tokens.is_real, tokens.position_ids, -1)[:, now]
         oldest = torch.from_numpy(queries - window_of(shape)).to(positions.device)
         return positions[:, :, None, :] > oldest[:, None, :, None]
 
@@ -102,12 +105,13 @@ def window_of(shape: LayerShape) -> int:
     return shape.sliding_window
 
 
-def _in_sight(
-    layer: LayerCache, tokens: NewTokens, positions: Tensor, mask: Tensor | None
-) -> Tensor:
-    """A mask of rows at some positions, ``[B, H_kv, T]``, without those out of sight."""
-    seen = layer.layout.sees(layer.shape, positions, tokens)
-    return seen if mask is None else mask & seen
+def _in_sight(layer: LayerCache, tokens: NewTokens, positions: Tensor, visible: Visible) -> Visible:
+    """Those of rows at some positions, ``[B, H_kv, T]``, that are not out of sight."""
+
+    def also(now: slice, rows: slice) -> Tensor:
+        return layer.layout.sees(layer.shape, positions[:, :, rows], tokens, now)
+
+    return attrs.evolve(visible, also=also)
 
 
 class OpenWindow(OpenEven):
@@ -130,7 +134,7 @@ class OpenWindow(OpenEven):
         rows = super().store(keys, values)
         if self._by_position:
             positions = self.read(self.layer.positions)
-            self.mask = _in_sight(self.layer, self.tokens, positions, self.mask)
+            self.visible = _in_sight(self.layer, self.tokens, positions, self.visible)
         return rows
 
 
@@ -157,7 +161,7 @@ class OpenSliding(OpenRows):
         self._ones = tokens.on(device)
         self._gone = np.where((before == most) & (tokens.width == 1), 1, 0)
         self._where = where_rows_go(tokens, before - self._gone, device, reach)
-        self.mask = self._where.mask
+        self.visible = self._where.visible
         # Of the rows attended to, the newest that a slab can hold.
         after = before - self._gone + tokens.lengths
         num_kept = int(np.minimum(after, most).max())
@@ -174,7 +178,7 @@ class OpenSliding(OpenRows):
         all_rows = [self._joined(*pair, 0) for pair in zip(store.tensors, self._new, strict=True)]
         if self._by_position:
             positions = self._joined(self.layer.positions, self._ones.positions[:, None], -1)
-            self.mask = _in_sight(self.layer, tokens, positions, self.mask)
+            self.visible = _in_sight(self.layer, tokens, positions, self.visible)
         num_bytes = sum(rows.nbytes for rows in all_rows)
         self._counts.note_copy(num_bytes + tokens.beside_bytes)
         num_keys = len(store.keys)

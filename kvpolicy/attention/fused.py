@@ -1,0 +1,98 @@
+"""Attention with a plain softmax, of which outputs are all that is wanted: torch's fused kernels.
+
+Without a mask where queries see all rows up to their own. The KV heads are the batch of the
+kernels, and the heads of a group their heads, which have the same keys by a stride of 0: neither
+keys nor values are copied, and each kernel takes them, those too that know no groups.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from kvpolicy.attention.blocks import blocks
+from kvpolicy.attention.visible import Visible
+
+
+def attend_fused(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Visible, scaling: float
+) -> Tensor:
+    """Attend from new tokens to rows; arguments are those of `kvpolicy.attention.eager.attend`.
+
+    Returns:
+        ``[B, H_q, L, D]``.
+    """
+    num_kv_heads, length = keys.shape[1], queries.shape[2]
+    group = queries.shape[1] // num_kv_heads
+    if length == 1:
+        # The heads of a group take the place of the length: the kernel then reads a key once
+        # for all of them, and takes the mask as it is.
+        grouped = queries.reshape(-1, num_kv_heads, group, keys.shape[3])
+        mask = visible.mask(slice(0, 1), slice(0, keys.shape[2]))
+        output = F.scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=mask, scale=scaling
+        )
+        return output.reshape(queries.shape)
+    grouped = queries.unflatten(1, (num_kv_heads, group)).flatten(0, 1)
+    keys, values = (
+        rows.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for rows in (keys, values)
+    )
+    if visible.is_lower_right:
+        output = _lower_right(grouped, keys, values, scaling)
+    else:
+        output = _masked(grouped, keys, values, visible, scaling)
+    by_token = output.unflatten(0, (-1, num_kv_heads)).permute(0, 3, 1, 2, 4)  # as models go on
+    return by_token.flatten(2, 3).transpose(1, 2)
+
+
+def _lower_right(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """Attention of queries ``[N, G, L, D]`` to rows of which theirs are the last."""
+    length, num_rows = queries.shape[2], keys.shape[2]
+    if length == num_rows:
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling)
+    if queries.device.type == "cpu":  # where torch makes the bias below a dense mask
+        return _to_two_parts(queries.to(keys.dtype), keys, values, num_rows - length, scaling)
+    bias = causal_lower_right(length, num_rows)
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scaling)
+
+
+def _to_two_parts(
+    queries: Tensor, keys: Tensor, values: Tensor, num_before: int, scaling: float
+) -> Tensor:
+    """Attend to the rows before the queries, to their own, and join the two.
+
+    The sums of the softmax of each, ``exp(a)`` and ``exp(b)``, say what its share is.
+    """
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    queries = queries if queries.stride(3) == 1 else queries.contiguous()
+    parts = [
+        kernel(queries, keys[:, :, rows], values[:, :, rows], 0.0, is_causal, scale=scaling)
+        for rows, is_causal in ((slice(num_before), False), (slice(num_before, None), True))
+    ]
+    (before, a), (own, b) = parts
+    share = (b - a).sigmoid_()[..., None]
+    if before.dtype.itemsize >= share.dtype.itemsize:
+        return before.lerp_(own, share.to(before.dtype))
+    return before.to(share.dtype).lerp_(own.to(share.dtype), share).to(own.dtype)
+
+
+def _masked(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Visible, scaling: float
+) -> Tensor:
+    """Attention of queries ``[N, G, L, D]`` under masks, each of some of them."""
+    num_kv_heads = len(queries) // len(visible.num_rows)
+    output = torch.empty_like(queries, dtype=values.dtype)
+    # The kernels make numbers of a mask, as many as a KV head has weights.
+    for now in blocks(queries.shape[2], keys.shape[2] * len(queries), queries.device):
+        rows = visible.rows(now)
+        mask = visible.mask(now, rows)
+        if mask is not None and mask.shape[:2] != (1, 1):
+            mask = mask.expand(-1, num_kv_heads, -1, -1).flatten(0, 1)[:, None]
+        output[:, :, now] = F.scaled_dot_product_attention(
+            queries[:, :, now],
+            keys[:, :, rows],
+            values[:, :, rows],
+            attn_mask=mask,
+            scale=scaling,
+        )
+    return output

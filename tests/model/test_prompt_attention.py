@@ -1,0 +1,229 @@
+"""Attention of prompts to rows held before and to their own, against sums in double precision."""
+
+import math
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import seeds
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvpolicy.attention import blocks, visible
+from kvpolicy.attention.accumulators import ATTN_SUMS
+from kvpolicy.attention.eager import attend
+from kvpolicy.attention.softmax import PLAIN
+from kvpolicy.attention.visible import Visible
+
+CPU = torch.device("cpu")
+HEAD_DIM = 8
+
+
+@attrs.frozen(eq=False)
+class Forward:
+    """What attention is given: ``before`` rows and new tokens of each sequence."""
+
+    before: list[int]
+    lengths: list[int]
+    num_kv_heads: int
+    group: int
+    reach: int | None
+    seed: int
+    spread: bool = False  # whether the slots of the sequences are not neighbours
+
+    @property
+    def visible(self) -> Visible:
+        rows = np.array(self.before) + self.lengths
+        return Visible(np.array(self.lengths), rows, max(self.lengths), CPU, self.reach)
+
+    def tensors(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, as a model makes them, and rows in slabs that hold more."""
+        rng = torch.Generator().manual_seed(self.seed)
+        num, width = len(self.lengths), max(self.lengths)
+        num_rows = max(map(sum, zip(self.before, self.lengths, strict=True)))
+        heads = self.num_kv_heads * self.group
+        queries = torch.randn(num, width, heads, HEAD_DIM, generator=rng).transpose(1, 2)
+        slabs = torch.randn(2, 2 * num, self.num_kv_heads, num_rows + 3, HEAD_DIM, generator=rng)
+        served = slice(0, 2 * num, 2) if self.spread else slice(num)
+        keys, values = slabs.to(dtype)[:, served, :, :num_rows]
+        return queries.to(dtype), keys, values
+
+
+def expected(forward: Forward, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Output of each token, and the weights that each row receives, in double precision."""
+    queries, keys, values = (tensor.double() for tensor in given)
+    output, sums = torch.zeros_like(queries), torch.zeros(keys.shape[:3], dtype=torch.float64)
+    for b, (before, length) in enumerate(zip(forward.before, forward.lengths, strict=True)):
+        for token in range(length):
+            end = before + token + 1
+            seen = slice(0 if forward.reach is None else max(end - forward.reach, 0), end)
+            for head in range(queries.shape[1]):
+                of_head = head // forward.group
+                query = queries[b, head, token - length]
+                weights = (keys[b, of_head, seen] @ query * HEAD_DIM**-0.5).softmax(dim=0)
+                output[b, head, token - length] = weights @ values[b, of_head, seen]
+                sums[b, of_head, seen] += weights
+    return output, sums
+
+
+forwards = st.builds(
+    lambda pairs, **of: Forward([one[0] for one in pairs], [one[1] for one in pairs], **of),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=4),
+    num_kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    reach=st.none() | st.integers(1, 12),
+    seed=seeds,
+    spread=st.booleans(),
+)
+
+
+@given(
+    forwards,
+    st.sampled_from([0, visible.SHARED_MASK_BYTES]),
+    st.sampled_from([1, 300, blocks.BLOCK_BYTES]),
+    st.booleans(),
+)
+def test_prompts_attend_to_what_comes_before_each_token(
+    forward: Forward, shared_bytes: int, block_bytes: int, accumulates: bool
+) -> None:
+    tensors = forward.tensors()
+    received = {ATTN_SUMS: torch.zeros(tensors[1].shape[:3])} if accumulates else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(visible, "SHARED_MASK_BYTES", shared_bytes)
+        patch.setattr(blocks, "BLOCK_BYTES", block_bytes)
+        output = attend(
+            *tensors,
+            forward.visible,
+            scaling=HEAD_DIM**-0.5,
+            softmax=PLAIN,
+            accumulated=received,
+        )
+    wanted, sums = expected(forward, tensors)
+    for b, length in enumerate(forward.lengths):
+        torch.testing.assert_close(
+            output[b, :, -length:].double(), wanted[b, :, -length:], atol=2e-6, rtol=1e-5
+        )
+    assert output.isfinite().all()
+    for track in received.values():
+        torch.testing.assert_close(track.double(), sums, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        Forward([40], [17], 2, 2, None, 0),
+        Forward([0, 40, 33], [17, 17, 4], 2, 3, None, 0),
+        Forward([40, 33], [17, 4], 2, 2, 20, 0),
+    ],
+    ids=["one", "unequal", "window"],
+)
+def test_every_precision_and_device_has_kernels(
+    forward: Forward, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visible, "SHARED_MASK_BYTES", 0)
+    tensors = forward.tensors(dtype)
+    seen = attrs.evolve(forward.visible, device=device)
+    on_device = (tensor.to(device) for tensor in tensors)
+    output = attend(*on_device, seen, scaling=HEAD_DIM**-0.5, softmax=PLAIN, accumulated={})
+    wanted, _ = expected(forward, tensors)
+    assert output.dtype == dtype
+    atol = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2 * torch.finfo(dtype).eps)
+    for b, length in enumerate(forward.lengths):
+        torch.testing.assert_close(
+            output[b, :, -length:].double().cpu(), wanted[b, :, -length:], atol=atol, rtol=0
+        )
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is made, beside views of others."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {
+            one.untyped_storage().data_ptr()
+            for one in tree_leaves((args, kwargs))
+            if isinstance(one, Tensor)
+        }
+        for one in tree_leaves(made):
+            if isinstance(one, Tensor) and one.untyped_storage().data_ptr() not in given:
+                self.num_bytes = max(self.num_bytes, one.untyped_storage().nbytes())
+        return made
+
+
+def largest_made(forward: Forward, *, accumulates: bool) -> int:
+    """Bytes of the largest tensor that attention makes."""
+    tensors = forward.tensors()
+    received = {ATTN_SUMS: torch.zeros(tensors[1].shape[:3])} if accumulates else {}
+    with Largest() as largest:
+        attend(*tensors, forward.visible, scaling=1.0, softmax=PLAIN, accumulated=received)
+    return largest.num_bytes
+
+
+BLOCK = 1 << 16  # bytes: the queries and rows below have 40 times as many weights
+LONG = [
+    Forward([1024], [256], 1, 2, None, 0),
+    Forward([1024, 800], [256, 100], 1, 2, None, 0),
+    Forward([1024, 800], [256, 256], 2, 2, None, 0),
+]
+
+
+@pytest.mark.parametrize("forward", LONG, ids=["one", "unequal", "rows unequal"])
+def test_causal_attention_makes_neither_a_mask_nor_a_copy_of_rows(
+    forward: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visible, "SHARED_MASK_BYTES", 0)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK)
+    queries, keys, _ = forward.tensors()
+    assert largest_made(forward, accumulates=False) <= queries.nbytes < keys[:1].nbytes
+    assert queries.nbytes < forward.visible.width * keys.shape[2]  # bytes of a mask
+
+
+@pytest.mark.parametrize(
+    ("forward", "accumulates"),
+    [
+        *((one, True) for one in LONG),
+        (attrs.evolve(LONG[0], reach=300), False),
+        (attrs.evolve(LONG[1], reach=300), True),
+    ],
+)
+def test_weights_and_masks_are_made_in_blocks(
+    forward: Forward, accumulates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visible, "SHARED_MASK_BYTES", 0)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", BLOCK)
+    queries, keys, _ = forward.tensors()
+    all_weights = 4 * queries.shape[:3].numel() * keys.shape[2]
+    most = max(BLOCK, queries.nbytes)
+    assert largest_made(forward, accumulates=accumulates) <= most < all_weights / 16
+
+
+def test_short_prompts_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = Forward([0] * 6, [3, 5, 5, 4, 1, 2], 1, 1, None, 0)
+    assert len(many.visible.parts) == 1
+    monkeypatch.setattr(visible, "SHARED_MASK_BYTES", 5 * 6 * 5 - 1)
+    assert [part.visible.width for part in many.visible.parts] == [3, 5, 4, 1, 2]
+
+
+def test_a_window_leaves_out_rows_that_no_query_of_a_block_sees() -> None:
+    window = Forward([50], [10], 1, 1, 20, 0).visible
+    assert window.rows(slice(0, 4)) == slice(31, 54)
+    assert window.rows(slice(4, 10)) == slice(35, 60)
+
+
+def test_what_all_see_needs_no_mask() -> None:
+    alike = Forward([7, 7], [1, 1], 1, 1, None, 0).visible
+    assert alike.mask(slice(0, 1), slice(0, 8)) is None
+    chunk = Forward([7, 7], [4, 4], 1, 1, None, 0).visible
+    assert chunk.seen_by_all(slice(2, 4)) == 10
+    assert chunk.mask(slice(2, 4), slice(0, 10)) is None
+    assert math.prod(chunk.mask(slice(2, 4), slice(10, 11)).shape) == 4
