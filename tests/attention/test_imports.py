@@ -1,6 +1,7 @@
 """Where Triton or Numba is not installed, all but the modules named after it can be imported."""
 
 import ast
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +18,7 @@ MODULES = {
 }
 
 
+@cache
 def imported_at_once(file: Path) -> set[str]:
     """Modules that importing a file imports."""
     names = set()

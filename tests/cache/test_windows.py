@@ -149,6 +149,7 @@ def test_eviction_in_a_window_equals_the_list_reference(
         assert list(result.tokens) == reference_tokens(model, layers, prompt, 25)
 
 
+@pytest.mark.nightly
 @costly
 @given(st.data(), st.sampled_from(WINDOWED), prompts(count=3, max_len=30), chunks)
 def test_batched_sequence_equals_sequence_alone_in_windows(

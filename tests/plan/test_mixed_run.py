@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 from recorder import Recorder
-from tiny import greedy_tokens, shared_model
+from tiny import shared_model
 
 from kvpolicy import Engine, Plan
 from kvpolicy.plan.spec import PolicySpec
@@ -57,16 +57,3 @@ def test_every_layer_compacts_by_its_own_budget_and_buffer(tmp_path: Path) -> No
         # Long prompts enter in chunks that fill the slab, decoding fills it row by row.
         assert {one.positions.shape[1] for one in compactions} == {budget + buffer}
         assert {one.kept.shape[1] for one in compactions if one.kept is not None} == {budget}
-
-
-def test_a_sequence_has_the_same_tokens_in_a_batch_and_alone(tmp_path: Path) -> None:
-    model, prompts = shared_model(num_layers=NUM_LAYERS), [[7, 3, 9, 1] * 3, [5, 8] * 20, [11]]
-    data = {"budget": 31, "buffer": 11, "length": 200, "layers": GROUPS}
-
-    def tokens(*asked: list[int], slots: int) -> list[tuple[int, ...]]:
-        engine = Engine(model, None, Plan.from_dict(data), slots=slots)
-        return [one.tokens for one in engine.generate(asked, max_new_tokens=32).results()]
-
-    together = tokens(*prompts, slots=2)
-    assert together == [tokens(prompt, slots=1)[0] for prompt in prompts]
-    assert together[0] != tuple(greedy_tokens(model, prompts[0], 32)), "something was evicted"

@@ -258,15 +258,16 @@ def test_on_models_it_is_the_formula_of_their_projections(family: str) -> None:
 def run(model: Any, prompts: list[list[int]], **knobs: Any) -> Run:
     plan = Plan.uniform(load_policy("expected_attention", **knobs), budget=9, buffer=4)
     engine = Engine(model, plan=plan, slots=len(prompts))
-    return engine.generate(prompts, max_new_tokens=14, stop_ids=())
+    return engine.generate(prompts, max_new_tokens=10, stop_ids=())
 
 
-def test_statistics_are_those_of_a_sequence_alone() -> None:
+@pytest.mark.few(1)
+@pytest.mark.parametrize("window", [128, 6])
+def test_statistics_are_those_of_a_sequence_alone(window: int) -> None:
     model = shared_model(dtype=torch.float64)
-    for window in (6, 128):
-        together = [one.tokens for one in run(model, PROMPTS, window_size=window).results()]
-        alone = [run(model, [one], window_size=window).results()[0].tokens for one in PROMPTS]
-        assert together == alone
+    together = [one.tokens for one in run(model, PROMPTS, window_size=window).results()]
+    alone = [run(model, [one], window_size=window).results()[0].tokens for one in PROMPTS]
+    assert together == alone
 
 
 def test_models_whose_queries_cannot_be_moved_are_refused_when_an_engine_is_built() -> None:

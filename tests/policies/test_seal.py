@@ -244,7 +244,7 @@ def test_seal_alone_is_the_full_cache_and_keeps_budgets() -> None:
     assert not Stack([("seal", load_policy("seal"))]).bounded
 
 
-@pytest.mark.few(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_steering_does_not_depend_on_other_sequences(slots: int) -> None:
     model, tokenizer = load_model("reasoner")

@@ -179,6 +179,7 @@ def test_protect_prompt_keeps_the_prompt() -> None:
     assert torch.equal(kept[:, :, :10], torch.arange(10).expand(2, 2, 10))
 
 
+@pytest.mark.nightly
 @costly
 @given(prompts(count=3, min_len=6), st.integers(1, 3))
 def test_batched_sequences_equal_sequences_alone(prompts: list[list[int]], slots: int) -> None:

@@ -55,7 +55,7 @@ class Script:
 
 @st.composite
 def scripts(
-    draw: st.DrawFn, *, count: int = 5, max_prompt: int = 40, max_new: int = 24, **options: Any
+    draw: st.DrawFn, *, count: int = 4, max_prompt: int = 40, max_new: int = 20, **options: Any
 ) -> Script:
     """Requests of different lengths that arrive at different times; some are cancelled."""
     requests = [

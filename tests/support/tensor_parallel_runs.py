@@ -152,7 +152,7 @@ def steered(folder: Path) -> list[Any]:
     found = []
     for plan in (Plan.load("skipkv-reasoner"), Plan.uniform("h2o", "seal", budget=48, buffer=16)):
         engine = Engine(model, tokenizer, plan, slots=2)
-        run = engine.generate([item.prompt for item in items], max_new_tokens=80)
+        run = engine.generate([item.prompt for item in items], max_new_tokens=40)
         found += [[result.text, result.rows_evicted] for result in run.results()]
     return found
 

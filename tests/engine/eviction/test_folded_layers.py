@@ -31,7 +31,7 @@ DRAWN_FROM = {name: (name,) for name in TELLING} | {"any": tuple(NAMES)}
 ADD_ONS = ((), ("protect",), ("merge",), ("rerotate",))
 
 # Prompt length and new tokens of requests that arrive in few slots, so that they are staggered.
-requests = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=4, max_size=4)
+requests = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 24)), min_size=4, max_size=4)
 
 
 def engine_of(*stack: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Engine:
@@ -152,7 +152,7 @@ class ProtectsByLayer:
 
 def test_layers_are_asked_once_unless_a_policy_can_tell_them_apart() -> None:
     for policy, expected in ((Counts(), {NUM_LAYERS}), (CountsByLayer(), {1})):
-        run = start(engine_of(policy, slots=1), [(3, 60)])
+        run = start(engine_of(policy, slots=1), [(3, 30)])
         Trace.of(run)
         assert set(policy.calls) == expected
 
@@ -176,10 +176,10 @@ def test_no_policy_of_a_stack_and_no_part_may_tell_them_apart() -> None:
 
 
 def test_a_recorded_run_is_asked_layer_by_layer_and_keeps_the_same() -> None:
-    plain = Trace.of(start(engine_of("rkv", slots=2), [(9, 50), (20, 50)]))
+    plain = Trace.of(start(engine_of("rkv", slots=2), [(9, 24), (20, 24)]))
     engine = engine_of("rkv", slots=2)
     with recording(engine, hooks=["score"]) as recorded:
-        Trace.of(start(engine, [(9, 50), (20, 50)])).assert_equals(plain)
+        Trace.of(start(engine, [(9, 24), (20, 24)])).assert_equals(plain)
     assert {call.layer for call in recorded.calls} == set(range(NUM_LAYERS))
     assert all(len(call.requests) == 1 for call in recorded.calls)
 
@@ -208,7 +208,7 @@ class FailsInOneLayer:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("answer", ["raises", "nan"])
 def test_an_error_names_the_layer_and_ends_only_its_sequences(answer: str) -> None:
-    lengths = [(9, 60), (12, 60), (20, 60)]  # never due together: the buffer is 5
+    lengths = [(9, 24), (12, 24), (20, 24)]  # never due together: the buffer is 5
 
     @attrs.define(eq=False)
     class Watch:

@@ -88,7 +88,7 @@ def engine_with(store: PrefixStore, plan: Plan, **options: Any) -> Engine:
     return Engine(llama(), tiny_tokenizer(), plan, prefix_store=store, **options)
 
 
-def answer(engine: Engine, prompt: Any, num_new: int = 20, **options: Any) -> Result:
+def answer(engine: Engine, prompt: Any, num_new: int = 12, **options: Any) -> Result:
     (result,) = engine.generate([Request(prompt, num_new, stop_ids=(), **options)]).results()
     assert result.error is None
     return result

@@ -161,12 +161,12 @@ def test_a_folder_on_a_disk_without_room_for_anything_is_used_when_there_is(
         other = fill(tmp_path)
         store = opened(tmp_path)
         with logged(caplog) as warnings:
-            check(store, PLANS["compacts"], random_prompts(0, 10))
+            check(store, PLANS["compacts"], random_prompts(0, 6))
         assert len(warnings) == 1
         assert (store.stats.spilled_blocks, store.stats.spilled_bytes) == (0, 0)
         other.unlink()
         clock.now += 30.0
-        check(store, PLANS["compacts"], random_prompts(0, 10))
+        check(store, PLANS["compacts"], random_prompts(0, 6))
         assert store.stats.spill_problem is None
         assert store.stats.spilled_blocks > 0
 
