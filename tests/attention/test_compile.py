@@ -24,6 +24,9 @@ MULTIPLY = {
     "attend with sums",
     "attend with short heads",
     "attend in a window",
+    "attend alone",
+    "attend alone with sums",
+    "attend alone with every track and sinks",
     "attend in segments",
     "exempt pairs",
 }

@@ -75,3 +75,15 @@ def test_chunks_cover_a_slab_and_none_is_empty(capacity, programs, processors) -
     count, length = chunks_of(capacity, programs, processors)
     assert (count - 1) * length < capacity <= count * length
     assert length % 64 == 0
+    assert count == 1 or length <= 2048 or count * programs <= 2 * processors
+
+
+@pytest.mark.parametrize(
+    ("capacity", "sequences", "chunks"),
+    [(1152, 1, 9), (1152, 16, 2), (1152, 32, 1), (1152, 256, 1), (8704, 1, 28), (8704, 256, 5)],
+)
+def test_there_are_as_many_chunks_as_a_gpu_has_work_for(
+    capacity: int, sequences: int, chunks: int
+) -> None:
+    """On 132 processors, with 8 KV heads."""
+    assert chunks_of(capacity, 8 * sequences, 132)[0] == chunks

@@ -37,9 +37,9 @@ TRACKS = ("SUMS", "SQUARES", "SQUARES_LOGIT", "SQUARES_LOGIT2")
 NO_TRACKS = {"SINKS": False, **dict.fromkeys(TRACKS, False)}
 SUMS = NO_TRACKS | {"SUMS": True}
 EVERY_TRACK = {"SINKS": True, **dict.fromkeys(TRACKS, True)}
-GEMMA = {"SOFTCAP": 50.0, "SLIDING_WINDOW": 1024, "KEEP_LOGITS": True}
-PLAIN = {"SOFTCAP": 0.0, "SLIDING_WINDOW": 0, "KEEP_LOGITS": False}
-ON_A_GPU = {"TENSOR_CORES": True}
+GEMMA = {"SOFTCAP": 50.0, "SLIDING_WINDOW": 1024, "TENSOR_CORES": True}
+PLAIN = {"SOFTCAP": 0.0, "SLIDING_WINDOW": 0, "TENSOR_CORES": True}
+ONE_CHUNK = CHUNKS | {"CHUNKS": 1, "CHUNK": 1152}
 SHORT = {**SHAPE, **GROUP, **CHUNKS, "DIM": 8}  # heads of 8 numbers: `tl.dot` wants 16
 SHORT["GROUP_BLOCK"], SHORT["DIM_BLOCK"] = triton_decode.blocks_of(4, 8, tensor_cores=True)
 
@@ -61,20 +61,20 @@ TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()
 
 attend, join = triton_decode._attend_chunk, triton_decode._join_chunks
 KERNELS = {
-    "attend": (attend, {**SHAPE, **GROUP, **CHUNKS, **PLAIN, **ON_A_GPU}),
-    "attend with sums": (
+    "attend": (attend, {**SHAPE, **GROUP, **CHUNKS, **PLAIN, **NO_TRACKS}),
+    "attend with sums": (attend, {**SHAPE, **GROUP, **CHUNKS, **PLAIN, **SUMS}),
+    "attend with short heads": (attend, {**SHORT, **PLAIN, **NO_TRACKS}),
+    "attend in a window": (attend, {**SHAPE, **GROUP, **CHUNKS, **GEMMA, **SUMS}),
+    "attend alone": (attend, {**SHAPE, **GROUP, **ONE_CHUNK, **PLAIN, **NO_TRACKS}),
+    "attend alone with sums": (attend, {**SHAPE, **GROUP, **ONE_CHUNK, **PLAIN, **SUMS}),
+    "attend alone with every track and sinks": (
         attend,
-        {**SHAPE, **GROUP, **CHUNKS, **PLAIN, **ON_A_GPU, "KEEP_LOGITS": True},
+        {**SHAPE, **GROUP, **ONE_CHUNK, **GEMMA, **EVERY_TRACK},
     ),
-    "attend with short heads": (attend, {**SHORT, **PLAIN, **ON_A_GPU}),
-    "attend in a window": (attend, {**SHAPE, **GROUP, **CHUNKS, **GEMMA, **ON_A_GPU}),
     "join": (join, {**SHAPE, **GROUP, **CHUNKS, **NO_TRACKS}),
     "join with sums": (join, {**SHAPE, **GROUP, **CHUNKS, **SUMS}),
     "join with every track and sinks": (join, {**SHAPE, **GROUP, **CHUNKS, **EVERY_TRACK}),
-    "attend in segments": (
-        attend,
-        {**SEGMENTS, **GROUP, **POOL_CHUNKS, **PLAIN, **ON_A_GPU, "KEEP_LOGITS": True},
-    ),
+    "attend in segments": (attend, {**SEGMENTS, **GROUP, **POOL_CHUNKS, **PLAIN, **SUMS}),
     "join in segments": (join, {**SEGMENTS, **GROUP, **POOL_CHUNKS, **EVERY_TRACK}),
     "append": (triton_append._append, {**APPEND, "RAGGED": False}),
     "append in segments": (triton_append._append, {**APPEND, "SLIDES": False, "RAGGED": True}),

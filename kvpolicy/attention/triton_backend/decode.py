@@ -4,7 +4,8 @@ The rows of a slab are cut into chunks, so that few sequences keep a whole GPU b
 first kernel attends to one chunk: the query heads of a group share the keys and values that it
 reads. The second kernel brings the chunks together and, if policies ask for it, updates what each
 row accumulates; it reads logits that the first one has kept, because recomputing them reads
-all keys again. No atomics: the same input gives the same bits.
+all keys again. Where there is one chunk, the first kernel does all of it. No atomics: the same
+input gives the same bits.
 
 How many rows count is read on the device, so that one launch configuration, held in a CUDA graph,
 serves every step.
@@ -42,6 +43,12 @@ def _attend_chunk(
     chunk_total,
     chunk_output,
     logits,
+    sinks,
+    out,
+    sums,
+    squares,
+    squares_logit,
+    squares_logit2,
     scaling,
     query_slot,
     query_head,
@@ -51,6 +58,9 @@ def _attend_chunk(
     position_slot,
     position_head,
     position_row,
+    track_slot,
+    track_head,
+    track_row,
     rows_slot,
     bounds_slot,
     HEADS: tl.constexpr,
@@ -64,11 +74,16 @@ def _attend_chunk(
     BLOCK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
-    KEEP_LOGITS: tl.constexpr,
     TENSOR_CORES: tl.constexpr,
+    SINKS: tl.constexpr,
+    SUMS: tl.constexpr,
+    SQUARES: tl.constexpr,
+    SQUARES_LOGIT: tl.constexpr,
+    SQUARES_LOGIT2: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
     """Online softmax of one group of query heads over one chunk of rows of one slot."""
+    KEEP_LOGITS: tl.constexpr = SUMS or SQUARES or SQUARES_LOGIT or SQUARES_LOGIT2
     slot, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     held = num_held(rows, slot, head, live, rows_slot, CAPACITY)
     place, before = head, 0  # the head of a row in the slab, and the rows there before its first
@@ -133,9 +148,65 @@ def _attend_chunk(
                 added = tl.sum(p[:, :, None] * v.to(tl.float32)[None, :, :], 1)
             output = output * fade[:, None] + added
             top = new_top
-        tl.store(chunk_output + part[:, None] * DIM_BLOCK + d[None, :], output)
-    tl.store(chunk_top + part, top)
-    tl.store(chunk_total + part, total)
+        if CHUNKS > 1:
+            tl.store(chunk_output + part[:, None] * DIM_BLOCK + d[None, :], output)
+    if CHUNKS > 1:
+        tl.store(chunk_top + part, top)
+        tl.store(chunk_total + part, total)
+    else:
+        sink = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
+        if SINKS:
+            sink = tl.load(sinks + head * GROUP + g, mask=is_head, other=float("-inf"))
+            sink = sink.to(tl.float32)
+        shift = _shift(tl.maximum(top, sink))
+        fade = tl.exp(top - shift)
+        total = _divisor(tl.exp(sink - shift) + total * fade)
+        at = ((entry * GROUP + g) * DIM)[:, None] + d[None, :]
+        output = (output * (fade / total)[:, None]).to(out.dtype.element_ty)
+        tl.store(out + at, output, mask=is_head[:, None] & is_dim[None, :])
+        if KEEP_LOGITS:
+            tl.debug_barrier()  # other threads have stored the logits
+            for first in range(start, stop, BLOCK):
+                row = first + tl.arange(0, BLOCK)
+                _accumulate(
+                    logits,
+                    sums,
+                    squares,
+                    squares_logit,
+                    squares_logit2,
+                    shift,
+                    total,
+                    slot,
+                    head,
+                    place,
+                    before,
+                    row,
+                    row < stop,
+                    track_slot,
+                    track_head,
+                    track_row,
+                    HEADS,
+                    GROUP,
+                    GROUP_BLOCK,
+                    CAPACITY,
+                    SUMS,
+                    SQUARES,
+                    SQUARES_LOGIT,
+                    SQUARES_LOGIT2,
+                    RAGGED,
+                )
+
+
+@triton.jit
+def _shift(top):
+    """What is taken from logits before their exponentials: -inf - -inf would be NaN."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def _divisor(total):
+    """What outputs are divided by: a query that sees no row gets zeros."""
+    return tl.where(total > 0, total, 1.0)
 
 
 @triton.jit
@@ -194,12 +265,12 @@ def _join_chunks(
     if SINKS:
         sink = tl.load(sinks + head * GROUP + g, mask=is_head, other=float("-inf")).to(tl.float32)
         top = tl.maximum(top, sink)
-    shift = tl.where(top == float("-inf"), 0.0, top)
+    shift = _shift(top)
     total = tl.exp(sink - shift)
     for c in range(num_chunks):
         part = (entry * CHUNKS + c) * GROUP_BLOCK + g
         total += tl.load(chunk_total + part) * tl.exp(tl.load(chunk_top + part) - shift)
-    total = tl.where(total > 0, total, 1.0)  # a query that sees no row gets zeros
+    total = _divisor(total)
     if chunk == 0:
         output = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
         for c in range(num_chunks):
@@ -216,27 +287,87 @@ def _join_chunks(
         stop = tl.minimum((chunk + 1) * CHUNK, held)
         for first in range(chunk * CHUNK, stop, BLOCK):
             row = first + tl.arange(0, BLOCK)
-            is_row = row < stop
-            at_logit = (entry * GROUP + g)[:, None] * CAPACITY + row[None, :]
-            if RAGGED:
-                of_slot = slot.to(tl.int64) * GROUP + g
-                at_logit = of_slot[:, None] * (HEADS * CAPACITY) + before + row[None, :]
-            x = tl.load(
-                logits + at_logit,
-                mask=is_head[:, None] & is_row[None, :],
-                other=float("-inf"),
+            _accumulate(
+                logits,
+                sums,
+                squares,
+                squares_logit,
+                squares_logit2,
+                shift,
+                total,
+                slot,
+                head,
+                place,
+                before,
+                row,
+                row < stop,
+                track_slot,
+                track_head,
+                track_row,
+                HEADS,
+                GROUP,
+                GROUP_BLOCK,
+                CAPACITY,
+                SUMS,
+                SQUARES,
+                SQUARES_LOGIT,
+                SQUARES_LOGIT2,
+                RAGGED,
             )
-            weights = tl.exp(x - shift[:, None]) / total[:, None]
-            x = tl.where(x == float("-inf"), 0.0, x)  # 0 * -inf would be NaN
-            at = row_start(slot, place, before + row, track_slot, track_head, track_row)
-            if SUMS:
-                _add(sums + at, weights, is_row)
-            if SQUARES:
-                _add(squares + at, weights * weights, is_row)
-            if SQUARES_LOGIT:
-                _add(squares_logit + at, weights * weights * x, is_row)
-            if SQUARES_LOGIT2:
-                _add(squares_logit2 + at, weights * weights * x * x, is_row)
+
+
+@triton.jit
+def _accumulate(
+    logits,
+    sums,
+    squares,
+    squares_logit,
+    squares_logit2,
+    shift,
+    total,
+    slot,
+    head,
+    place,
+    before,
+    row,
+    is_row,
+    track_slot,
+    track_head,
+    track_row,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SUMS: tl.constexpr,
+    SQUARES: tl.constexpr,
+    SQUARES_LOGIT: tl.constexpr,
+    SQUARES_LOGIT2: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Update what a block of rows accumulates, from logits that were kept."""
+    g = tl.arange(0, GROUP_BLOCK)
+    is_head = g < GROUP
+    entry = (slot * HEADS + head).to(tl.int64)
+    at_logit = (entry * GROUP + g)[:, None] * CAPACITY + row[None, :]
+    if RAGGED:
+        of_slot = slot.to(tl.int64) * GROUP + g
+        at_logit = of_slot[:, None] * (HEADS * CAPACITY) + before + row[None, :]
+    x = tl.load(
+        logits + at_logit,
+        mask=is_head[:, None] & is_row[None, :],
+        other=float("-inf"),
+    )
+    weights = tl.exp(x - shift[:, None]) / total[:, None]
+    x = tl.where(x == float("-inf"), 0.0, x)  # 0 * -inf would be NaN
+    at = row_start(slot, place, before + row, track_slot, track_head, track_row)
+    if SUMS:
+        _add(sums + at, weights, is_row)
+    if SQUARES:
+        _add(squares + at, weights * weights, is_row)
+    if SQUARES_LOGIT:
+        _add(squares_logit + at, weights * weights * x, is_row)
+    if SQUARES_LOGIT2:
+        _add(squares_logit2 + at, weights * weights * x * x, is_row)
 
 
 @triton.jit
@@ -287,14 +418,19 @@ def attend(
     bounds = layer.bounds
     if bounds is not None:  # one head may have all rows of its slot
         count = -(-num_heads * capacity // length)
-    parts = (num_slots, num_heads, count, group_block)
-    chunk_top = query.new_empty(parts, dtype=torch.float32)
-    chunk_total = torch.empty_like(chunk_top)
-    chunk_output = query.new_empty((*parts, dim_block), dtype=torch.float32)
-    logits = chunk_top
+    out = query.new_empty(query.shape)
+    chunk_top = chunk_total = chunk_output = out  # of one chunk nothing is kept
+    if count > 1:
+        parts = (num_slots, num_heads, count, group_block)
+        chunk_top = query.new_empty(parts, dtype=torch.float32)
+        chunk_total = torch.empty_like(chunk_top)
+        chunk_output = query.new_empty((*parts, dim_block), dtype=torch.float32)
+    logits = out
     if any_of_them:
         logits = query.new_empty((num_slots, num_heads, group, capacity), dtype=torch.float32)
-    out = query.new_empty(query.shape)
+    tracks = [accumulated.get(name, out) for name in ACCUMULATORS]
+    ends = out if sinks is None else sinks, out, *tracks
+    strides = *track_strides.pop(), rows.stride(0), 0 if bounds is None else bounds.stride(0)
     shape = {
         "HEADS": num_heads,
         "GROUP": group,
@@ -305,6 +441,8 @@ def attend(
         "CHUNKS": count,
         "CHUNK": length,
         "BLOCK": _BLOCK,
+        "SINKS": sinks is not None,
+        **{name.removeprefix("attn_").upper(): name in accumulated for name in ACCUMULATORS},
         "RAGGED": bounds is not None,
     }
     _attend_chunk[num_slots, num_heads, count](
@@ -320,36 +458,30 @@ def attend(
         chunk_total,
         chunk_output,
         logits,
+        *ends,
         scaling,
         *query.stride()[:2],
         *row_strides(keys),
         *row_strides(positions),
-        rows.stride(0),
-        0 if bounds is None else bounds.stride(0),
+        *strides,
         SOFTCAP=softcap,
         SLIDING_WINDOW=layer.sliding_window,
-        KEEP_LOGITS=any_of_them,
         TENSOR_CORES=tensor_cores,
         **shape,
     )
-    _join_chunks[num_slots, num_heads, count if any_of_them else 1](
-        chunk_top,
-        chunk_total,
-        chunk_output,
-        logits,
-        out if sinks is None else sinks,
-        out,
-        *(accumulated.get(name, out) for name in ACCUMULATORS),
-        rows,
-        live,
-        rows if bounds is None else bounds,
-        *track_strides.pop(),
-        rows.stride(0),
-        0 if bounds is None else bounds.stride(0),
-        SINKS=sinks is not None,
-        **{name.removeprefix("attn_").upper(): name in accumulated for name in ACCUMULATORS},
-        **shape,
-    )
+    if count > 1:
+        _join_chunks[num_slots, num_heads, count if any_of_them else 1](
+            chunk_top,
+            chunk_total,
+            chunk_output,
+            logits,
+            *ends,
+            rows,
+            live,
+            rows if bounds is None else bounds,
+            *strides,
+            **shape,
+        )
     return out
 
 
@@ -390,7 +522,10 @@ def blocks_of(group: int, dim: int, *, tensor_cores: bool) -> tuple[int, int]:
 def chunks_of(
     capacity: int, programs: int, processors: int, wanted: int | None = None
 ) -> tuple[int, int]:
-    """Chunks that a slab is cut into, and rows of each: enough programs for two per processor.
+    """Chunks that a slab is cut into, and rows of each: programs for two per processor, not more.
+
+    One chunk is attended to by one kernel. Several need a second one, and keep what they have
+    found in memory for it.
 
     Args:
         capacity: Rows of a slab.
@@ -400,7 +535,7 @@ def chunks_of(
     """
     if wanted is None:
         most = max(1, capacity // (2 * _BLOCK))
-        wanted = min(most, -(-2 * processors // programs))
+        wanted = min(most, max(1, 2 * processors // programs))
         wanted = max(wanted, -(-capacity // _LONGEST_CHUNK))
     blocks = -(-capacity // _BLOCK)
     length = -(-blocks // wanted) * _BLOCK
