@@ -1,11 +1,10 @@
-"""Stage 1: versions, the card, and how fast its memory is copied."""
+"""Stage 1: versions, the card, and how fast its memory is."""
 
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 
 import stage_report
-from bandwidth import copy_bandwidth
 from stage_report import Report
 
 PACKAGES = (
@@ -36,8 +35,11 @@ def stage(report: Report) -> None:
             "cuda": torch.version.cuda,
         }
         report.note("card", about, f"card: {about}")
-    bytes_per_s = copy_bandwidth(torch.device(report.device), quick=report.quick)
-    report.note("copy_bytes_per_s", bytes_per_s, f"copy: {bytes_per_s / 1e12:.2f} TB/s, both ways")
+    from kvpolicy.lab.bench.roofline import memory_bandwidth
+
+    num_bytes = 2**24 if report.quick else None
+    bytes_per_s = memory_bandwidth(torch.device(report.device), num_bytes)
+    report.note("bytes_per_s", bytes_per_s, f"memory: {bytes_per_s / 1e12:.2f} TB/s")
 
 
 def _version(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The pure parts of `.ci/gpu`: what is compared, what is computed of times, and how stages end."""
+"""The pure parts of `.ci/gpu`: what is compared, and how stages end."""
 
 import json
 import sys
@@ -150,58 +150,13 @@ def test_all_installed_policies_are_compared() -> None:
     assert set(QUICK_STACKS) <= set(STACKS)
 
 
-# Times
-
-
-def test_the_limit_of_a_step_is_what_must_be_read_once() -> None:
-    from bandwidth import least_step_s
-
-    # Qwen3-8B in bfloat16 on a card that copies 4.27 TB/s: one text, and 32, of 8,704 tokens.
-    row = 147_456
-    assert 1e3 * least_step_s(15.14e9, 8704 * row, 4.27e12) == pytest.approx(3.85, abs=0.01)
-    assert 1e3 * least_step_s(15.14e9, 32 * 8704 * row, 4.27e12) == pytest.approx(13.2, abs=0.1)
-
-
-def event(name: str, start: float, duration: float, category: str = "kernel") -> dict:
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration}
-
-
-def test_a_table_counts_kernels_their_time_and_gaps() -> None:
-    from trace_table import ON_GPU, table_of
-
-    events = [
-        event("gemm", 10, 5),
-        event("norm", 15, 1),
-        event("gemm", 20, 6),
-        event("norm", 21, 2),  # at the same time, in another stream
-        event("a label", 0, 100, "gpu_user_annotation"),
-        {"ph": "M", "name": "process_name"},
-    ]
-    table = table_of({"traceEvents": events}, ON_GPU)
-    assert [(one.name, one.count, one.us) for one in table.kernels] == [
-        ("gemm", 2, 11),
-        ("norm", 2, 3),
-    ]
-    assert (table.count, table.span_us, table.gaps_us) == (4, 16, 4)
-    assert table.groups_us()["products"] == 11
-    assert table_of({"traceEvents": []}, ON_GPU).kernels == ()
-
-
-def test_operations_within_others_count_once() -> None:
-    from trace_table import ON_CPU, table_of
-
-    events = [event("linear", 0, 9, "cpu_op"), event("addmm", 1, 5, "cpu_op")]
-    table = table_of({"traceEvents": events}, ON_CPU)
-    assert [(one.name, one.us) for one in table.kernels] == [("linear", 9)]
-
-
 # Stages
 
 SCRIPTS = {
     "versions": "print('first line')",
     "tests": "raise SystemExit(3)",
     "tokens": "import time; print('begun', flush=True); time.sleep(600)",
-    "speeds": "import sys; print(sys.argv[2:])",
+    "bench": "import sys; print(sys.argv[2:])",
 }
 
 
@@ -268,6 +223,32 @@ def test_tests_that_take_a_device_are_found() -> None:
     assert "tests/engine/test_on_device.py::test_full_cache_equals_generate" in found
     assert {name.split("/")[1] for name in found} == {"cache", "hooks", "engine"}
     assert all((ROOT / name).exists() for name in (*ALL_OF, *QUICK_OF))
+
+
+def test_what_failed_and_what_was_not_profiled_fails_the_stage() -> None:
+    from stage_bench import problems_in
+
+    found = {
+        "missing": [
+            {"job": ["h2o", "batch 1"], "reason": "4 s expected, 2 s left", "failed": False},
+            {"job": ["h2o", "batch 8"], "reason": "RuntimeError: no kernel", "failed": True},
+        ],
+        "standings": [
+            {"name": "full", "work": "batch 1", "profile": {"problem": ""}},
+            {"name": "rkv", "work": "batch 1", "profile": {"problem": "saw nothing"}},
+            {"name": "vLLM", "work": "batch 1", "profile": None},
+        ],
+    }
+    first, second = problems_in(found)
+    assert "h2o, batch 8" in first
+    assert "rkv, batch 1" in second
+
+
+def test_all_stages_fit_into_ten_minutes() -> None:
+    from stages import FOLDER, STAGES
+
+    assert sum(STAGES.values()) < 600
+    assert all((FOLDER / f"stage_{name}.py").exists() for name in STAGES)
 
 
 def test_another_source_needs_another_preparation(tmp_path: Path) -> None:

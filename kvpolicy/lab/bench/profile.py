@@ -25,7 +25,17 @@ _ON_CPU = ("cpu_op",)
 KINDS: Mapping[str, tuple[str, ...]] = {
     "attention": ("attend_chunk", "join_chunks", "attention", "flash"),
     "compaction": ("_compact", "_drop_oldest", "gather", "topk", "sort", "scatter"),
-    "products": ("gemm", "gemv", "splitk", "nvjet", "cutlass", "aten::mm", "addmm", "matmul"),
+    "products": (
+        "gemm",
+        "gemv",
+        "splitk",
+        "nvjet",
+        "cutlass",
+        "aten::mm",
+        "addmm",
+        "linear",
+        "matmul",
+    ),
     "copies": ("memcpy", "memset", "copy"),
 }
 OTHERS = "others"

@@ -24,7 +24,6 @@ from kvpolicy.lab.sweep.grid import Cell
 _PROMPT = 4  # tokens that are prefilled before a cache is filled
 _WARM = 2  # tokens of a text after its prompt and one decode step
 _ANY_BATCH = sys.maxsize  # slots: a run has as many as requests
-_TOGETHER = 8  # steps that a run may take beyond those that are wanted
 
 
 def engine_under(
@@ -51,7 +50,7 @@ def engine_under(
     )
 
     def decode(work: Decode) -> Measurement:
-        run = filled_run(engine, work, steps=_room(work))
+        run = filled_run(engine, work, steps=_room(engine, work))
         run.step()
         before = run.report
         measured = _measure_steps(run, lambda taken: taken >= work.steps)
@@ -95,7 +94,7 @@ def engine_under(
 
     def batch_within(work: Decode, num_bytes: float) -> int:
         """As many slots as a server would have in this memory."""
-        longest = work.held + _room(work) + _PROMPT
+        longest = work.held + _room(engine, work) + _PROMPT
         try:
             limits = Limits.of(
                 engine, max_len=longest, max_prompt_len=_PROMPT, kv_memory=int(num_bytes)
@@ -142,9 +141,11 @@ def warm_up(run: Run) -> None:
         run.step()
 
 
-def _room(work: Decode) -> int:
-    """Steps for which there must be room: those that are profiled may be taken twice."""
-    return work.steps + 2 * (work.profiled + _TOGETHER) if work.profiled else work.steps
+def _room(engine: Engine, work: Decode) -> int:
+    """Steps for which there must be room: some are taken together, others profiled twice."""
+    together = engine.steps_per_read
+    profiled = 2 * (work.profiled + together) if work.profiled else 0
+    return work.steps + 2 * together + profiled
 
 
 def _take_steps(run: Run, least: int) -> int:

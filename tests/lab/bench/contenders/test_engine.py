@@ -1,10 +1,13 @@
 """The engine does the work that is reported: rows read, compactions, bytes."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from bench_parts import HEAD_DIM, HEADS, IN_FP32, LAYERS, ROW, cell
 from tiny import tiny_model
 
+from kvpolicy import Engine
 from kvpolicy.lab.bench.contenders.engine import engine_under
 from kvpolicy.lab.bench.workload import Decode, Text
 
@@ -67,6 +70,20 @@ def test_some_steps_are_profiled_after_those_that_are_measured() -> None:
     assert done.profile is not None
     assert done.profile.launches > 0
     assert contender.run(Decode(3, 100, steps=1)).profile is None
+
+
+@pytest.mark.parametrize("stack", ["full", "h2o"])
+def test_there_is_room_for_steps_that_are_taken_together(
+    stack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: tokens of several steps are read at a time, and so many are measured."""
+    module = "kvpolicy.lab.bench.contenders.engine.Engine"
+    monkeypatch.setattr(module, partial(Engine, steps_per_read=8))
+    contender = engine_under(tiny_model(), cell(stack, 16, 6))
+    done = contender.run(Decode(3, 40, steps=10, compacts_all=False, profiled=3))
+    assert 10 <= len(done.steps_s) < 10 + 8
+    assert done.profile is not None
+    assert done.profile.launches > 0
 
 
 def test_policies_take_no_more_than_all_of_the_decode_time() -> None:
