@@ -19,7 +19,7 @@ import typer
 
 from kvpolicy.cli.completion import names_of
 from kvpolicy.cli.output import format_bytes, info, info_text
-from kvpolicy.cli.prompts import Prompt, in_chat_template, read_prompts, read_standard_input
+from kvpolicy.cli.prompts import Chat, ChatPrompts, Prompt, read_prompts, read_standard_input
 from kvpolicy.entry_points import default_name, installed, load_installed
 from kvpolicy.errors import KVPolicyError, OutputError
 from kvpolicy.plugin_code import plugin_code
@@ -148,10 +148,20 @@ PromptFile = Annotated[
         rich_help_panel=PROMPTS,
     ),
 ]
-Chat = Annotated[
+Raw = Annotated[
     bool,
     typer.Option(
-        "--chat", help="Wrap prompts in the model's chat template.", rich_help_panel=PROMPTS
+        "--raw",
+        help="Take texts as they are, without the model's chat template.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="The system's message before each text. [default: the template's]",
+        rich_help_panel=PROMPTS,
     ),
 ]
 PlanFile = Annotated[
@@ -267,7 +277,8 @@ class GenerationOptions:
 
     prompt: PromptText = None
     file: PromptFile = None
-    chat: Chat = False
+    raw: Raw = False
+    system: System = None
     plan: PlanFile = None
     policy: Policies = None
     budget: Budget = None
@@ -291,6 +302,18 @@ class GenerationOptions:
     cpu_weights: CpuWeights = WeightOrder.plain
     compile: Compile = False
     slots: Slots = 8
+
+    @property
+    def chat(self) -> Chat:
+        """How texts become prompts.
+
+        Raises:
+            KVPolicyError: Two options contradict each other.
+        """
+        if self.raw and self.system is not None:
+            msg = "--system is a message of a chat, and --raw was given; give one of them."
+            raise KVPolicyError(msg)
+        return Chat(self.raw, self.system)
 
 
 def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -363,7 +386,7 @@ def prepare(
             "process could read; put them into a file and give --prompts FILE."
         )
         raise KVPolicyError(msg)
-    prompts = _prompts(options)
+    chat, prompts = options.chat, _prompts(options)
     register_plugins(options.plugin)
     numbers = {"budget": options.budget, "buffer": options.buffer, "length": options.length}
     plan = choose_plan(options.plan, options.policy or [], numbers, options.overrides or [])
@@ -383,7 +406,12 @@ def prepare(
         cpu_weights=options.cpu_weights.value,
     )
     tell_packing(model, options.cpu_weights)
-    prompts = in_chat_template(prompts, tokenizer, chat=options.chat)
+    chats = ChatPrompts(tokenizer, chat)
+    if chats.note is not None and any(map(chats.wraps, prompts)):
+        info(chats.note)
+    elif chat.system is not None:
+        info("--system changes nothing: no prompt is a text that is put into a chat template.")
+    prompts = [chats.encoded(one) for one in prompts]
     on_hook_error: Any = "answer" if keep_going else "raise"
     engine = Engine(
         model,

@@ -9,7 +9,7 @@ import hashlib
 import os
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -255,35 +255,46 @@ def read_standard_input() -> str:
     return decode(sys.stdin.buffer.read(), "standard input")
 
 
-def in_chat_template(prompts: Iterable[Prompt], tokenizer: Any, *, chat: bool) -> list[Prompt]:
-    """Put messages into the model's chat template, up to where its answer begins.
+@attrs.frozen
+class Chat:
+    """How texts become prompts.
 
-    Args:
-        prompts: The prompts; those of token ids are returned as they are.
-        tokenizer: The model's tokenizer.
-        chat: Whether texts are messages of a user.
-
-    Raises:
-        KVPolicyError: The tokenizer has no chat template, or the template refuses the messages.
+    Attributes:
+        raw: Whether they are taken as they are, and not put into the model's chat template.
+        system: What stands before them as the system's message, if anything.
     """
-    template = ChatPrompts(tokenizer, chat=chat)
-    return [template.encoded(one) for one in prompts]
+
+    raw: bool = False
+    system: str | None = None
 
 
 class ChatPrompts:
-    """Puts prompts that are chats into the model's chat template; as for `in_chat_template`."""
+    """Puts prompts into the model's chat template, up to where its answer begins.
 
-    def __init__(self, tokenizer: Any, *, chat: bool) -> None:
+    Messages always are, and texts as a user's message where the tokenizer has a template. What has
+    control tokens of the template in it was put into it before, and is left as it is, as are token
+    ids and the empty text.
+    """
+
+    def __init__(self, tokenizer: Any, chat: Chat) -> None:
         self._tokenizer, self._chat = tokenizer, chat
 
-    @cached_property
-    def _encoder(self) -> "ChatEncoder":
-        from kvpolicy.model.chat import ChatEncoder
+    @property
+    def note(self) -> str | None:
+        """What to tell a user whose texts are wrapped; ``None`` where none is."""
+        if self._chat.raw or not self._has_template:
+            return None
+        return "texts are put into the chat template of this model; --raw leaves it out."
 
-        return ChatEncoder(self._tokenizer)
+    def wraps(self, prompt: Prompt) -> bool:
+        """Whether a prompt is a text that is put into the template."""
+        text = prompt.content
+        if self._chat.raw or prompt.messages or not isinstance(text, str) or not text.strip():
+            return False
+        return self._has_template and not self._encoder.is_in_template(text)
 
     def encoded(self, prompt: Prompt) -> Prompt:
-        """A prompt with the tokens of its messages, if it has any.
+        """A prompt with the tokens of its chat, if it is one.
 
         Args:
             prompt: The prompt.
@@ -293,21 +304,35 @@ class ChatPrompts:
             KVPolicyError: There is none.
         """
         messages: Sequence[Mapping[str, str]] = prompt.messages
-        if self._chat and not messages and isinstance(prompt.content, str):
-            messages = [{"role": "user", "content": prompt.content}]
-        if not messages:
-            return prompt
-        if not getattr(self._tokenizer, "chat_template", None):
-            what = f"{prompt.place} has messages" if prompt.messages else "--chat was given"
-            hint = 'write a "prompt" instead' if prompt.messages else "omit --chat"
+        if self.wraps(prompt):
+            system, user = self._chat.system, prompt.content
+            before = [] if system is None else [{"role": "system", "content": system}]
+            messages = [*before, {"role": "user", "content": str(user)}]
+        if not self._has_template and (messages or self._chat.system is not None):
+            what = f"{prompt.place} has messages" if messages else "--system was given"
+            hint = 'write a "prompt" instead' if messages else "omit --system"
             msg = f"{what}, and this model's tokenizer has no chat template; {hint}."
             raise KVPolicyError(msg)
+        if not messages:
+            return prompt
         try:
             tokens = self._encoder.tokens(messages)
         except RequestError as error:
             msg = f"{prompt.place}: {error}."
             raise RequestError(msg) from error
         return attrs.evolve(prompt, content=tokens)
+
+    @cached_property
+    def _has_template(self) -> bool:
+        from kvpolicy.model.chat import has_chat_template
+
+        return has_chat_template(self._tokenizer)
+
+    @cached_property
+    def _encoder(self) -> "ChatEncoder":
+        from kvpolicy.model.chat import ChatEncoder
+
+        return ChatEncoder(self._tokenizer)
 
 
 def _record(line: str, place: str) -> dict[str, Any]:

@@ -131,6 +131,8 @@ def _stream(task: Generation) -> bool:
     if result.error is not None:
         raise RequestError(result.error)
     print_text("" if last.endswith("\n") else "\n")
+    if (reason := why_empty(result)) is not None:
+        info(reason)
     info(format_result(result, task.engine.plan))
     _print_report(stream.report, task)
     return False
@@ -147,6 +149,8 @@ def _print_texts(task: Generation, *, in_order: bool) -> bool:
             continue
         head = f"[{visible(str(name))}] {result.finish_reason}, {len(result.tokens)} tokens"
         print_text(f"{head}\n{result.text}\n\n")
+        if (reason := why_empty(result)) is not None:
+            info(f"prompt {name}: {reason}")
     _print_report(run.report, task)
     return failed
 
@@ -208,6 +212,23 @@ def _print_report(report: "RunReport", task: Generation) -> None:
     note = note or report.note
     if note is not None:
         info(f"{note}.")
+
+
+def why_empty(result: "Result") -> str | None:
+    """Why an answer shows nothing; ``None`` if it shows something.
+
+    Args:
+        result: Its result.
+    """
+    if (result.text or "").strip():
+        return None
+    num = len(result.tokens)
+    if result.finish_reason == "stop" and num <= 1:
+        return (
+            "the answer is empty, because the model ended at once: its first token is one that "
+            "ends an answer; word the prompt differently, or give --min-new-tokens."
+        )
+    return f"the answer shows nothing: its {num} tokens are white space or control tokens."
 
 
 def format_result(result: "Result", plan: "ResolvedPlan") -> str:

@@ -97,6 +97,16 @@ class ChatEncoder:
         read = meta.find_undeclared_variables(environment.parse(source))
         return frozenset(read - _GIVEN - self._tokenizer.special_tokens_map.keys())
 
+    @cached_property
+    def _own(self) -> list[str]:
+        """The special tokens that the template writes around a user's message."""
+        text = self.render([{"role": "user", "content": _STAND_IN}]).text
+        return [token for token in self._special if token in text]
+
+    def is_in_template(self, text: str) -> bool:
+        """Whether a text has control tokens of the template, so that it was put into it before."""
+        return any(token in text for token in self._own)
+
     def check_variables(self, names: Iterable[str]) -> None:
         """Refuse what the template does not read.
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -263,10 +264,30 @@ def chatty(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-def test_a_chat_template_wraps_the_prompt(kvpolicy: Shell, chatty: Path) -> None:
-    wrapped = kvpolicy("run", " tea is 3.", "--chat", "--model", chatty, *H2O, "--json")
-    by_hand = kvpolicy("run", "<|user|> tea is 3.<|assistant|>", "--model", chatty, *H2O, "--json")
-    assert wrapped.json_lines[0]["tokens"] == by_hand.json_lines[0]["tokens"]
+def test_texts_are_put_into_the_chat_template_where_there_is_one(
+    kvpolicy: Shell, chatty: Path, model_folder: Path
+) -> None:
+    def tokens(text: str, *words: object, model: Path = chatty) -> tuple[list[int], bool]:
+        answer = kvpolicy("run", text, "--model", model, *H2O, "--json", *words)
+        return answer.json_lines[0]["tokens"], "--raw" in answer.err
+
+    by_hand = tokens("<|user|> tea is 3.<|assistant|>", "--raw")
+    assert tokens(" tea is 3.") == (by_hand[0], True)
+    assert tokens("<|user|> tea is 3.<|assistant|>") == by_hand, "nothing is wrapped twice"
+    assert tokens(" tea is 3.", "--raw") == tokens(" tea is 3.", model=model_folder)
+    with_system = tokens("<|system|>Be short.<|user|> tea is 3.<|assistant|>")
+    assert tokens(" tea is 3.", "--system", "Be short.")[0] == with_system[0] != by_hand[0]
+
+
+def test_trace_wraps_the_same_texts(kvpolicy: Shell, chatty: Path) -> None:
+    words = ("trace", " tea is 3.", "--model", chatty, *H2O, "--hook", "score", "--json")
+    wrapped, raw = kvpolicy(*words), kvpolicy(*words, "--raw")
+    assert ("--raw" in wrapped.err, "--raw" in raw.err) == (True, False)
+
+
+def test_a_system_message_that_no_prompt_gets_is_reported(kvpolicy: Shell, chatty: Path) -> None:
+    words = ("run", "<|user|> tea<|assistant|>", "--model", chatty, *H2O, "--system", "Be short.")
+    assert "--system" in kvpolicy(*words).err
 
 
 def write_lines(folder: Path, *records: object) -> Path:
@@ -289,9 +310,29 @@ def test_messages_are_put_into_the_chat_template_beside_prompts(
     )
     words = ("run", "--file", path, "--model", chatty, *H2O, "--json", "--in-order")
     tokens = [line["tokens"] for line in kvpolicy(*words).json_lines[:-1]]
-    assert tokens[0] == tokens[1] != tokens[2] != tokens[3]
-    with_chat = [line["tokens"] for line in kvpolicy(*words, "--chat").json_lines[:-1]]
-    assert with_chat[2] == with_chat[3] == tokens[2], "--chat wraps texts, and nothing twice"
+    assert tokens[0] == tokens[1] != tokens[2] == tokens[3]
+    raw = [line["tokens"] for line in kvpolicy(*words, "--raw").json_lines[:-1]]
+    assert raw[:3] == tokens[:3] != raw[3], "messages are a chat in any case"
+    system = [line["tokens"] for line in kvpolicy(*words, "--system", "Be short.").json_lines[:-1]]
+    assert system == [*tokens[:3], tokens[0]], "messages have what system message they say"
+
+
+def test_an_empty_answer_says_why(kvpolicy: Shell, chatty: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "ends"
+    shutil.copytree(chatty, folder)
+    path = folder / "generation_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    others = [
+        token for token in range(len(load_model(chatty)[1])) if token != config["eos_token_id"]
+    ]
+    path.write_text(json.dumps(config | {"suppress_tokens": others}), encoding="utf-8")
+    answer = kvpolicy("run", " tea", "--model", folder, *H2O)
+    assert answer.status == 0
+    assert "--min-new-tokens" in answer.err
+    write_lines(tmp_path, {"id": "a", "prompt": " tea"})
+    of_file = kvpolicy("run", "--file", tmp_path / "lines.jsonl", "--model", folder, *H2O)
+    assert "prompt a: " in of_file.err
+    assert "--min-new-tokens" not in kvpolicy("run", " tea", "--model", chatty, *H2O).err
 
 
 def test_ids_of_json_lines_name_the_results(

@@ -37,7 +37,7 @@ from kvpolicy.cli.output import (
     terminal_width,
 )
 from kvpolicy.cli.prefix_options import format_reuse
-from kvpolicy.cli.prompts import PromptFile
+from kvpolicy.cli.prompts import ChatPrompts, PromptFile
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError, OutputError
 
@@ -157,8 +157,10 @@ def _answering(
 ) -> "Answering":
     from kvpolicy.lab.prompt_files.answering import Answering
 
-    defaults = default_request(options)  # before a large model is loaded
-    model, _ = executor.describe(options.model)
+    chat, defaults = options.chat, default_request(options)  # before a large model is loaded
+    model, tokenizer = executor.describe(options.model)
+    if (note := ChatPrompts(tokenizer, chat).note) is not None:
+        info(note)
     if options.max_new_tokens is None:
         most = executor.default_length(options.model)
         defaults = attrs.evolve(defaults, max_new_tokens=most)
@@ -169,7 +171,7 @@ def _answering(
         resolved,
         resolved.digest(),
         defaults,
-        options.chat,
+        chat,
         options.slots,
         "answer" if keep_going else "raise",
     )

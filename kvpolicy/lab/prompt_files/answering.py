@@ -3,11 +3,12 @@
 import time
 from collections import abc
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, ClassVar, Self
 
 import attrs
 
-from kvpolicy.cli.prompts import ChatPrompts, Prompt
+from kvpolicy.cli.prompts import Chat, ChatPrompts, Prompt
 from kvpolicy.engine.arrival import Arrivals
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.requests.encoding import encode
@@ -35,7 +36,7 @@ class Answering:
         plan: The plan, resolved for it.
         plan_digest: Its digest here; a worker with other policies has another one.
         defaults: Limits and sampling of prompts that have none of their own.
-        chat: Whether texts are messages of a user.
+        chat: How texts become prompts.
         slots: Prompts that are answered together.
         on_hook_error: What happens if a policy fails, as in `Engine`.
     """
@@ -44,7 +45,7 @@ class Answering:
     plan: ResolvedPlan = attrs.field(eq=False)
     plan_digest: str
     defaults: Request
-    chat: bool
+    chat: Chat
     slots: int
     on_hook_error: OnHookError = "raise"
 
@@ -79,7 +80,7 @@ class Answering:
             RequestError: The prompt cannot be encoded or served.
             KVPolicyError: It is a chat, and the tokenizer has no chat template.
         """
-        whole = ChatPrompts(engine.tokenizer, chat=self.chat).encoded(prompt)
+        whole = _chat_prompts(engine.tokenizer, self.chat).encoded(prompt)
         tokens = encode(whole.content, engine.tokenizer, engine.adapter.vocab_size)
         request = attrs.evolve(whole.request(self.defaults), prompt=tokens)
         arrivals = Arrivals(
@@ -97,8 +98,12 @@ class Answering:
             # The seed also where it is greedy: a line may have a temperature of its own.
             **attrs.asdict(self.defaults.sampling),
             "stop": list(self.defaults.stop),
-            "chat": self.chat,
+            **attrs.asdict(self.chat),
         }
+
+
+# Those of the last file: what a template writes is looked up once, and not for every prompt.
+_chat_prompts = lru_cache(maxsize=1)(ChatPrompts)
 
 
 @attrs.frozen

@@ -317,7 +317,7 @@ def test_ctrl_c_says_what_is_kept_and_how_to_continue(words: list[object], tmp_p
 
 
 @on_linux
-@pytest.mark.parametrize("most_bytes", [1000, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most_bytes", [1100, pytest.param(1500, marks=pytest.mark.slow)])
 def test_a_full_disk_is_one_sentence_and_the_run_is_resumable(
     words: list[object], tmp_path: Path, expected: bytes, most_bytes: int
 ) -> None:
@@ -369,7 +369,8 @@ ODD = {
     "no prompt": ("\n", (), "prompt"),
     "no file": (None, (), "prompts.jsonl"),
     "no template": ('{"messages": [{"role": "user", "content": "x"}]}', (), "chat template"),
-    "chat": ('{"prompt": "x"}', ("--chat",), "chat template"),
+    "system": ('{"prompt": "x"}', ("--system", "y"), "chat template"),
+    "raw and system": ('{"prompt": "x"}', ("--raw", "--system", "y"), "--system"),
     "standard input": ('{"prompt": "x"}', ("--prompts", "-"), "--output"),
     "another prompt": ('{"prompt": "x"}', ("hi",), "--output"),
     "in order": ('{"prompt": "x"}', ("--in-order",), "--in-order"),

@@ -109,7 +109,7 @@ def test_errors_and_defaults_are_those_of_one_machine(file_run: FileRun) -> None
     """On a cluster that is started here, which reads neither files nor tokenizer in the command."""
     file_run.env = {k: v for k, v in file_run.env.items() if not k.startswith("RAY_AUTH")}
     file_run.num_prompts = 3
-    file_run.start("--chat", "--on", "ray", "--workers", 1)
+    file_run.start("--system", "x", "--on", "ray", "--workers", 1)
     status, _, err = file_run.end()
     assert status == 2, err
-    assert "this model's tokenizer has no chat template; omit --chat" in err.splitlines()[-1]
+    assert "this model's tokenizer has no chat template; omit --system" in err.splitlines()[-1]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lab_sweeps import BASE
 
-from kvpolicy.cli.prompts import Prompt
+from kvpolicy.cli.prompts import Chat, Prompt
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks import discovery
@@ -101,7 +101,7 @@ def test_each_worker_reuses_what_it_has_computed_itself(model_folder: Path) -> N
     info, _ = workers[0].describe(str(model_folder))
     plan = Plan.uniform("h2o", budget=12, buffer=4).resolve(info.num_layers)
     defaults = Request(max_new_tokens=6)
-    answering = Answering(info, plan, plan.digest(), defaults, chat=False, slots=2)
+    answering = Answering(info, plan, plan.digest(), defaults, chat=Chat(), slots=2)
     prompts = [Prompt(number, [*range(3, 23), 30 + number]) for number in range(4)]
 
     def answered(worker: Worker, *numbers: int) -> tuple[list[PromptAnswered], ShardFinished]:
@@ -125,7 +125,9 @@ def test_what_ray_sends_into_the_answers_is_ignored(model_folder: Path) -> None:
     worker = begun()
     info, _ = worker.describe(str(model_folder))
     plan = Plan.full_cache().resolve(info.num_layers)
-    answering = Answering(info, plan, plan.digest(), Request(max_new_tokens=2), chat=False, slots=3)
+    answering = Answering(
+        info, plan, plan.digest(), Request(max_new_tokens=2), chat=Chat(), slots=3
+    )
     prompts = [Prompt(number, [3 + number]) for number in range(3)]
     events: Any = worker.answer(answering, Shard.of(prompts, range(3)))
     found = [next(events)]

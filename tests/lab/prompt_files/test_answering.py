@@ -10,7 +10,7 @@ import torch
 from commands import model_folder
 from folders import save_tiny_model
 
-from kvpolicy.cli.prompts import Prompt
+from kvpolicy.cli.prompts import Chat, Prompt
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.engine.reuse.store import PrefixStore
@@ -53,7 +53,7 @@ def answering(request: pytest.FixtureRequest, double_folder: Path, models: Model
     info, _ = models.describe(str(double_folder))
     resolved = PLANS[request.param].resolve(info.num_layers)
     defaults = Request(max_new_tokens=20, sampling=Sampling(0.9, seed=3))
-    return Answering(info, resolved, resolved.digest(), defaults, chat=False, slots=SLOTS)
+    return Answering(info, resolved, resolved.digest(), defaults, chat=Chat(), slots=SLOTS)
 
 
 @pytest.fixture
@@ -237,7 +237,8 @@ def test_the_identity_names_what_answers_depend_on(answering: Answering) -> None
     greedy = attrs.evolve(answering, defaults=Request(max_new_tokens=20))
     others = [
         attrs.evolve(answering, defaults=Request(max_new_tokens=21, sampling=Sampling(0.9))),
-        attrs.evolve(answering, chat=True),
+        attrs.evolve(answering, chat=Chat(raw=True)),
+        attrs.evolve(answering, chat=Chat(system="Be short.")),
         attrs.evolve(answering, plan_digest="other"),
         attrs.evolve(answering, model=attrs.evolve(answering.model, fingerprint="other")),
         greedy,
