@@ -140,6 +140,18 @@ def test_without_special_tokens_in_messages_tokens_are_those_of_the_tokenizer(
 
 
 @pytest.mark.parametrize("kind", LOSSLESS)
+@given(template=st.sampled_from(TEMPLATES), text=texts)
+def test_text_with_tokens_of_the_template_was_put_into_it_before(
+    kind: str, template: str, text: str
+) -> None:
+    tokenizer, encode = encoder(kind, template)
+    chat = [{"role": "user", "content": text}]
+    assert encode.is_in_template(tokenizer.apply_chat_template(chat, tokenize=False))
+    written = {TURN, END} if kind == "byte-level" or template != BARE else {END}
+    assert encode.is_in_template(text) == any(token in text for token in written)
+
+
+@pytest.mark.parametrize("kind", LOSSLESS)
 @given(chat=chats)
 def test_no_letter_of_a_message_is_lost(kind: str, chat: list[dict[str, str]]) -> None:
     tokenizer, encode = encoder(kind, CHATML)
