@@ -395,12 +395,12 @@ def test_loop_that_ends_without_closing_ends_the_engine() -> None:
 def test_function_is_called_between_steps() -> None:
     async def main(serving: AsyncEngine) -> None:
         assert await serving.between_steps(lambda run: run.num_open) == 0  # when idle, too
-        stream = serving.submit(Request("hello", 60))
+        stream = serving.submit(Request("hello", 30))
         before = await anext(stream)
         snapshot = await serving.between_steps(lambda run: run.snapshot(stream.id))
         tokens = len(snapshot.tokens)
         assert tokens >= len(before.tokens)
-        rest = Request(max_new_tokens=60 - tokens, resume=snapshot)
+        rest = Request(max_new_tokens=30 - tokens, resume=snapshot)
         whole, resumed = await stream.result(), await serving.submit(rest).result()
         assert whole.tokens[tokens:] == resumed.tokens
         with pytest.raises(SnapshotError):

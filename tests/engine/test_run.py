@@ -107,6 +107,7 @@ def test_default_schedule_admits_in_arrival_order() -> None:
 # --- stops ----------------------------------------------------------------------------------
 
 
+@costly
 @given(prompts(count=3), st.sets(st.integers(0, 60), min_size=1, max_size=20))
 def test_generation_ends_with_the_stop_id(prompts: list[list[int]], stop_ids: set[int]) -> None:
     results = engine().generate(prompts, max_new_tokens=12, stop_ids=sorted(stop_ids)).results()
@@ -177,6 +178,7 @@ def test_max_positions_limit_the_generation() -> None:
 # --- cancellation ---------------------------------------------------------------------------
 
 
+@costly
 @given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 8))
 def test_cancellation_does_not_change_other_requests(
     slots: int, number: int, num_steps: int

@@ -14,7 +14,7 @@ from batches import PAD, generated_tokens, padded
 from hypothesis import given
 from hypothesis import strategies as st
 from recorder import RecordsAndSteers
-from strategies import plans, prompts
+from strategies import costly, plans, prompts
 from tiny import shared_model, tiny_model, tiny_tokenizer
 from torch import nn
 from transformers import Cache, DynamicCache
@@ -171,6 +171,7 @@ BEAMS = {
 }
 
 
+@costly
 @given(models, prompts(count=2, max_len=20))
 def test_beam_search_equals_generate_if_nothing_is_evicted(
     model: nn.Module, start: list[list[int]]

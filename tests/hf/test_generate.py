@@ -7,7 +7,7 @@ import torch
 from batches import generated_tokens, padded
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import plans, prompts
+from strategies import costly, plans, prompts
 from tiny import shared_model, tiny_tokenizer
 from torch import nn
 from transformers import DynamicCache
@@ -36,6 +36,7 @@ def model_and_tokenizer() -> tuple[Any, Any]:
 # custom_generate
 
 
+@costly
 @given(models, prompts(max_len=40), plans(num_layers=NUM_LAYERS))
 def test_custom_generate_equals_policy_cache(
     model: nn.Module, prompts: list[list[int]], plan: Plan

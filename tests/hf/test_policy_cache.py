@@ -133,6 +133,7 @@ def test_unexceeded_budget_equals_generate(
     assert (cache.report.compactions, cache.report.rows_evicted) == (0, 0)
 
 
+@costly
 @given(models, prompts(), roomy_plans(num_layers=NUM_LAYERS, rows=ROOMY), seeds)
 def test_sampled_tokens_equal_generate_with_unexceeded_budget(
     model: nn.Module, prompts: list[list[int]], plan: Plan, seed: int

@@ -13,7 +13,7 @@ from families import FAMILIES, family_model, model_of
 from hypothesis import given
 from hypothesis import strategies as st
 from model_state import state_of
-from strategies import prompts
+from strategies import costly, prompts
 from tiny import greedy_tokens, tiny_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -162,6 +162,7 @@ def test_an_engine_has_the_tokens_of_generate_with_the_same_weights(family: str)
     assert tokens(model, cpu_weights="packed") == expected
 
 
+@costly
 @given(prompts(count=3, max_len=30), st.integers(2, 3))
 def test_a_row_in_a_batch_has_the_tokens_that_it_has_alone(
     prompts: list[list[int]], slots: int

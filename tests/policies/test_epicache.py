@@ -180,6 +180,7 @@ def held(one: Engine, prompt: list[int]) -> tuple[SequenceSnapshot, CacheReport]
     return cache.snapshot(0), cache.report
 
 
+@costly
 @given(st.integers(1, 60), st.sampled_from(["own", "shared"]), seeds)
 def test_budget_that_nothing_exceeds_gives_the_tokens_of_a_full_cache(
     length: int, heads: str, seed: int
@@ -192,6 +193,7 @@ def test_budget_that_nothing_exceeds_gives_the_tokens_of_a_full_cache(
     assert ours.tokens == theirs.tokens
 
 
+@costly
 @given(
     st.integers(30, 90), st.integers(4, 12), st.integers(4, 12), st.sampled_from(["own", "shared"])
 )

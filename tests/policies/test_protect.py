@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recorder import Compaction, Recorder, Scores
-from strategies import Drawn, budgets, caches
+from strategies import Drawn, budgets, caches, costly
 from tiny import shared_model
 from torch import Tensor
 
@@ -58,6 +58,7 @@ def compactions_of(*stack: object, budget: int, **knobs: int) -> list[Compaction
     return compactions
 
 
+@costly
 @given(st.sampled_from([oldest_first, newest_first]), st.integers(0, 5), st.integers(0, 5))
 def test_protected_tokens_are_kept_under_any_score(
     score: object, n_sink: int, n_recent: int

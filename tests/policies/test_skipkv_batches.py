@@ -4,6 +4,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import costly
 from tiny import shared_model
 
 from kvpolicy import Engine, Plan
@@ -54,6 +55,7 @@ def test_batch_waits_for_the_previous_one() -> None:
     assert SkipKVBatches().schedule(waiting, 3, 1) == [[0]]
 
 
+@costly
 @given(lengths, st.sampled_from([0, 2, 5]), st.booleans())
 def test_grouping_does_not_change_tokens(
     lengths: list[int], batch_size: int, by_length: bool

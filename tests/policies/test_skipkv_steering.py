@@ -9,7 +9,7 @@ import reference
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import seeds
+from strategies import costly, seeds
 from tiny import shared_model, tiny_model, word_tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -95,6 +95,7 @@ class Oracle:
         return min(self.knobs["alpha_0"] + self.knobs["gamma"] * num, self.knobs["alpha_max"])
 
 
+@costly
 @given(
     st.lists(
         st.lists(st.integers(0, len(WORDS) - 1), min_size=1, max_size=9), min_size=1, max_size=4

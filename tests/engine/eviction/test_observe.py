@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import prompts
+from strategies import costly, prompts
 from tiny import shared_model, tiny_tokenizer
 from torch import Tensor
 
@@ -54,6 +54,7 @@ def last_states(model: Any, tokens: list[int]) -> Tensor:
         return model.get_decoder()(torch.tensor([tokens])).last_hidden_state[0]
 
 
+@costly
 @given(prompts(count=4), st.integers(1, 3), st.integers(1, 9), st.integers(1, 12))
 def test_observed_tokens_and_states_equal_a_plain_forward(
     prompts: list[list[int]], slots: int, buffer: int, chunk: int

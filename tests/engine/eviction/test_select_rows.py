@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorder import Scores
 from scripts import load_script
-from strategies import Drawn, caches, seeds
+from strategies import Drawn, caches, costly, seeds
 from tiny import shared_model
 from torch import Tensor
 
@@ -100,6 +100,7 @@ def _at(stored: tuple[Tensor, Tensor] | None, positions: Tensor) -> Tensor:
     return found
 
 
+@costly
 @given(st.sampled_from(POLICIES), seeds)
 def test_decisions_equal_the_compactions_of_the_engine(name: str, seed: int) -> None:
     asks = Asks(name)
@@ -308,6 +309,7 @@ def test_a_paged_cache_within_its_budget_is_a_full_one(
     assert EX.generate(MODEL, cache_of(policy, budget, 4, block_size), given_prompts, 10) == full
 
 
+@costly
 @given(prompts, paged_policies, st.integers(10, 14), st.integers(1, 5))
 def test_sequences_of_a_paged_cache_are_independent_and_free_their_blocks(
     given_prompts: list[list[int]], policy: str, budget: int, block_size: int

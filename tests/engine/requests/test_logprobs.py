@@ -71,6 +71,7 @@ def test_logprobs_under_eviction_do_not_depend_on_the_way(
         check_alike(result.logprobs, alone.logprobs)
 
 
+@costly
 @given(ways)
 def test_each_request_gets_what_it_asks_for(way: dict[str, Any]) -> None:
     wanted = [None, 0, 3, None, 99]
