@@ -48,6 +48,7 @@ def test_a_correct_policy_is_reported_clause_by_clause(kvpolicy: Shell, plugin: 
     assert any(line.split()[:2] == ["tracks", "skipped:"] for line in answer.out.splitlines())
 
 
+@pytest.mark.nightly
 def test_a_broken_policy_does_not_stop_the_checks_of_others(
     kvpolicy: Shell, plugin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def offered(
     return offer
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("words", "some", "none"),
     [

@@ -62,6 +62,7 @@ def test_evaluation_has_all_three_ways(kvpolicy: Shell) -> None:
     assert "8 questions about 2 conversations" in text.err
 
 
+@pytest.mark.nightly
 def test_one_conversation_has_no_intervals(kvpolicy: Shell, tmp_path: Path) -> None:
     talk = {
         "utterances": [" wax is 9.", " tea = wax + 4.", " oak is 3.", " pine = oak + 1."],

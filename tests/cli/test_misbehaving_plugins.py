@@ -84,6 +84,7 @@ def is_one_line(text: str) -> bool:
 # Imports
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("text", "expected"), IMPORTS.values(), ids=IMPORTS)
 def test_file_that_misbehaves_on_import_is_named(
     text: str, expected: str, tmp_path: Path, kvpolicy: Shell
@@ -113,6 +114,7 @@ def test_file_that_removes_all_modules_is_named(tmp_path: Path) -> None:
     assert is_one_line(ended.err)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [pair for name, pair in IMPORTS.items() if name != "its own module replaced"],

@@ -34,6 +34,7 @@ def test_what_was_reused_is_printed_and_the_answers_are_the_same(
     assert "prefix_store" not in kvpolicy(*words, "--json").json_lines[-1]
 
 
+@pytest.mark.nightly
 def test_a_folder_is_found_by_the_next_command(
     kvpolicy: Shell, model_folder: Path, questions: Path, tmp_path: Path
 ) -> None:

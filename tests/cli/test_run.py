@@ -460,6 +460,7 @@ ODD_LINES: dict[str, tuple[list[object], str]] = {
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", ODD_LINES)
 def test_a_json_line_that_is_wrong_is_refused_in_one_sentence(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path, name: str

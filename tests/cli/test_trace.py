@@ -75,6 +75,7 @@ def test_the_table_and_the_json_lines_have_the_same_calls(
         )
 
 
+@pytest.mark.nightly
 def test_long_traces_are_truncated_with_a_note(kvpolicy: Shell, model_folder: Path) -> None:
     words = ("trace", PROMPT, "--model", model_folder, *H2O)
     total = sum(line["kind"] == "call" for line in kvpolicy(*words, "--json").json_lines)

@@ -90,6 +90,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("spoil", "message"), SPOILT.values(), ids=SPOILT)
 def test_a_damaged_folder_is_refused_with_the_reason(
     kvpolicy: Shell,

@@ -100,6 +100,7 @@ def _samples(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "words",
     [

@@ -179,7 +179,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 RUN = ("--budget", "16", "--buffer", "4", "--max-new-tokens", "24", "--json")
 
 
-@pytest.mark.few(18)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("text", "expected"), CASES.values(), ids=CASES)
 def test_the_message_names_the_failing_policy(
     kvpolicy: Shell, model_folder: Path, tmp_path: Path, text: str, expected: tuple[str, ...]

@@ -172,7 +172,7 @@ def test_any_label_is_drawn_as_it_is(tmp_path: Path, drawn: list[Figure]) -> Non
     assert shown[12] == "x" * 300
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "values",
     [
@@ -214,6 +214,7 @@ def test_every_point_is_drawn_at_its_value(tmp_path: Path, drawn: list[Figure]) 
     assert sorted(lines) == sorted(wanted)
 
 
+@pytest.mark.nightly
 def test_neighbouring_budgets_leave_out_labels_that_would_touch(
     tmp_path: Path, drawn: list[Figure]
 ) -> None:

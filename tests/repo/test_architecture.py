@@ -98,13 +98,19 @@ def every_module() -> dict[str, ast.Module]:
 
 
 @cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """All nodes of a file: to walk takes longest."""
+    return tuple(ast.walk(tree))
+
+
+@cache
 def imports(tree: ast.Module) -> tuple[str, ...]:
     """Modules that a file imports anywhere, also in functions and for type checking."""
     return tuple(_imports(tree))
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -248,9 +254,9 @@ def names_of_methods() -> list[str]:
 
 def _identifiers(tree: ast.Module) -> set[str]:
     """Names of functions, classes, arguments and variables of a module."""
-    named = [getattr(node, "id", getattr(node, "arg", None)) for node in ast.walk(tree)]
+    named = [getattr(node, "id", getattr(node, "arg", None)) for node in nodes(tree)]
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.alias)
-    defined = [node.name for node in ast.walk(tree) if isinstance(node, kinds)]
+    defined = [node.name for node in nodes(tree) if isinstance(node, kinds)]
     return {name for name in (*named, *defined) if name}
 
 
@@ -262,14 +268,14 @@ def _strings(tree: ast.Module) -> list[str]:
     """String constants of a module, without docstrings."""
     docstrings = {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
     return [
         node.value
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and id(node) not in docstrings

@@ -95,7 +95,7 @@ def _example_policies() -> list[Block]:
     return [block for block in blocks if block.language == "python" and block.title]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("block", _example_policies(), ids=lambda block: block.title)
 def test_example_policy_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert block.title is not None

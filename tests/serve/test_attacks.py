@@ -73,7 +73,7 @@ MALFORMED = {
 }
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_body_is_refused_in_one_sentence(server: Running, name: str) -> None:
     answer = post(server, MALFORMED[name])
@@ -106,7 +106,7 @@ COSTLY = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", COSTLY)
 def test_a_body_that_could_cost_much_is_refused_soon(server: Running, name: str) -> None:
     body = COSTLY[name]
@@ -141,6 +141,7 @@ RAW = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", RAW)
 def test_what_is_no_proper_http_is_refused(server: Running, name: str) -> None:
     with connection(server) as sock:
@@ -222,6 +223,7 @@ def test_a_request_id_of_a_client_is_one_or_is_replaced(server: Running) -> None
             assert answer.headers["x-request-id"].startswith("req-")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("path", [PATH, "/none", "/health", "/v1/models"])
 def test_a_body_that_never_ends_is_not_read_for_ever(server: Running, path: str) -> None:
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -99,6 +99,7 @@ def test_a_full_queue_refuses_with_a_time_to_wait() -> None:
         assert client.completions.create(**{**LONG, "max_tokens": 2}).usage is not None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("seconds", "wait"), [(12.3, "13"), (0.01, "1"), (999.0, "60")])
 def test_the_time_to_wait_is_that_of_recent_requests(seconds: float, wait: str) -> None:
     with serving(slots=1, max_waiting=0) as running:

@@ -59,6 +59,7 @@ def test_a_completion_equals_the_engine_alone(server: Running, model: str, promp
     assert (expected.rows_evicted > 0) == (model == "tiny:h2o")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["tiny", "tiny:h2o"])
 def test_a_stream_has_the_pieces_of_the_completion(server: Running, model: str) -> None:
     expected = alone(server, model, Request(PROMPTS[0], 40))
@@ -95,6 +96,7 @@ def test_a_stream_ends_with_done_and_has_usage_only_if_asked(server: Running) ->
     assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_n_choices_have_seeds_that_follow_each_other(server: Running, stream: bool) -> None:
     samplings = [Sampling(temperature=1.5, top_p=0.9, seed=seed) for seed in (7, 8, 9)]
@@ -123,10 +125,10 @@ def test_n_choices_have_seeds_that_follow_each_other(server: Running, stream: bo
 def test_a_request_without_a_seed_draws_another_one(server: Running) -> None:
     client = server.client()
     texts = {
-        client.completions.create(model="tiny", prompt="a", max_tokens=30).choices[0].text
-        for _ in range(4)
+        client.completions.create(model="tiny", prompt="a", max_tokens=16).choices[0].text
+        for _ in range(2)
     }
-    assert len(texts) == 4, "the default temperature is 1"
+    assert len(texts) == 2, "the default temperature is 1"
 
 
 def test_an_echo_has_the_prompt_and_its_logprobs(server: Running) -> None:
@@ -199,6 +201,7 @@ def test_an_echo_is_one_text_with_its_answer() -> None:
         assert len(choice.logprobs.tokens) == len(ids)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_text_before_it(server: Running, stream: bool) -> None:
     whole = alone(server, "tiny", Request(PROMPTS[1], 60)).text
@@ -272,8 +275,8 @@ def test_without_max_tokens_a_completion_has_openais_sixteen(server: Running) ->
 
 def test_concurrent_requests_do_not_depend_on_each_other(server: Running) -> None:
     jobs = [
-        (model, PROMPTS[i % 4], Sampling(temperature=0.8, seed=i), 4 + 4 * (i % 4))
-        for i in range(4)
+        (model, PROMPTS[i], Sampling(temperature=0.8, seed=i), 4 + 3 * i)
+        for i in range(3)
         for model in ("tiny:full", "tiny:h2o")
     ]
     expected = [
@@ -294,20 +297,20 @@ def test_concurrent_requests_do_not_depend_on_each_other(server: Running) -> Non
         )
         return "".join(chunk.choices[0].text for chunk in stream)
 
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(ask, jobs)) == expected
 
 
 def test_characters_of_several_tokens_are_whole_in_a_stream() -> None:
     model = tiny_model(vocab=256, seed=3)
     with serving(plans_of(full=0), model=model, tokenizer=byte_tokenizer()) as running:
-        options = {"max_tokens": 60, "temperature": 1.2, "seed": 4, "logprobs": 0}
+        options = {"max_tokens": 30, "temperature": 1.2, "seed": 4, "logprobs": 0}
         client = running.client()
         whole = client.completions.create(model="tiny", prompt="aé€", **options)  # type: ignore[call-overload]
         stream = client.completions.create(model="tiny", prompt="aé€", stream=True, **options)  # type: ignore[call-overload]
         pieces = [chunk.choices[0].text for chunk in stream]
     assert "".join(pieces) == whole.choices[0].text
-    assert whole.usage.completion_tokens == 60
+    assert whole.usage.completion_tokens == 30
 
 
 def test_models_are_listed_and_described(server: Running) -> None:
@@ -465,6 +468,7 @@ def test_an_engine_that_breaks_is_told_and_leaves_the_others() -> None:
         assert client.completions.create(model="tiny", prompt="a").usage is not None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("config", "wanted"),
     [

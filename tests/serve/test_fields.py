@@ -151,6 +151,7 @@ def test_end_tokens_end_a_choice_unless_they_are_to_be_ignored() -> None:
         assert generated(kvpolicy={"stop_ids": []}, stop_token_ids=[end]) == (at, "stop")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("asked", "wanted"),
     [

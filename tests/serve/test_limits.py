@@ -262,6 +262,7 @@ def test_each_key_opens_the_server(locked: Running, key: str) -> None:
     assert locked.client(api_key=key).completions.create(**BODY).usage is not None
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "headers",
     [

@@ -118,6 +118,7 @@ def test_buckets_are_sorted_and_every_metric_has_a_text() -> None:
         assert family.type != "unknown"
 
 
+@pytest.mark.nightly
 def test_servers_of_one_process_count_for_themselves() -> None:
     with serving() as one, serving() as other:
         one.client().completions.create(**BODY)

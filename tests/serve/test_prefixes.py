@@ -97,6 +97,7 @@ def test_a_stream_tells_it_with_its_usage() -> None:
     assert len(BEGINNING) - BLOCK <= cached(second.usage) < len(BEGINNING)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_log_has_the_cached_tokens_of_the_usage(stream: bool) -> None:
     lines, options = io.StringIO(), {"n": 2, "stream": stream}
@@ -144,6 +145,7 @@ def test_a_chat_that_goes_on_reuses_question_and_answer(plan: str) -> None:
         assert second.choices[0].message == expected.choices[0].message
 
 
+@pytest.mark.nightly
 def test_a_chat_whose_answer_was_changed_reuses_what_comes_before_it() -> None:
     talk: list[Any] = [{"role": "user", "content": BEGINNING}]
     with serving(PLANS, prefix_store=a_store()) as running:

@@ -241,6 +241,7 @@ def test_a_cell_whose_policies_had_nothing_to_evict_is_told(
     assert "--budgets" in told
 
 
+@pytest.mark.nightly
 def test_a_cell_tells_how_far_it_is_before_its_first_sample_is_done(
     kvpolicy: Shell, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

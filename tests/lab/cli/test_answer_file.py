@@ -133,6 +133,7 @@ def test_another_run_is_refused_and_replaced_if_that_is_wanted(
     assert [one["id"] for one in read(output)] == ids
 
 
+@pytest.mark.nightly
 def test_other_slots_continue_the_same_run(
     kvpolicy: Shell, words: list[object], tmp_path: Path
 ) -> None:
@@ -179,6 +180,7 @@ def test_with_a_prefix_store_the_output_is_the_same(
     assert f"{summary['reused_tokens']:,} of {summary['prompt_tokens']:,}" in again.err
 
 
+@pytest.mark.nightly
 def test_a_session_with_a_prefix_store_continues_one_without(
     kvpolicy: Shell, words: list[object], tmp_path: Path
 ) -> None:

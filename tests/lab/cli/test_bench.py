@@ -193,6 +193,7 @@ def test_complete_rounds_count_after_an_interrupt(
     assert {tuple(one["rounds"]) for one in standings} == {(2.0,)}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [

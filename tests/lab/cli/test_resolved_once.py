@@ -32,6 +32,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
+@pytest.mark.nightly
 @pytest.mark.needs_reasoner
 def test_one_cell_of_a_sweep(kvpolicy: Shell, tmp_path: Path, counts: Counter[str]) -> None:
     plan = tmp_path / "p.toml"

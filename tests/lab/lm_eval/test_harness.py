@@ -99,6 +99,7 @@ def test_texts_equal_the_harness_if_nothing_is_evicted() -> None:
     assert any(len(one) < len(other) for one, other in zip(ours[2::7], ours[0::7], strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.needs_reasoner
 @pytest.mark.parametrize("name", ["reasoner", "reasoner-verbose"])
 def test_texts_of_bundled_models_equal_the_harness_if_nothing_is_evicted(name: str) -> None:
@@ -122,6 +123,7 @@ def test_answers_do_not_depend_on_slots_or_on_each_other() -> None:
         assert len(set(alone)) == len(alone)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("until", [[], [""], "", None])
 def test_empty_stop_strings_are_ignored(until: Any) -> None:
     model = lm()
@@ -372,6 +374,7 @@ def ask(model: Any, path: Path, kind: str, requests: list[Any]) -> tuple[list[An
     return answers, found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 2.0}, {"do_sample": True}])
 def test_generations_are_cached_with_their_seeds(tmp_path: Path, sampling: dict[str, Any]) -> None:
     first, second = generation(text(9, 3), text(5, 4), max_gen_toks=30, **sampling)

@@ -99,6 +99,7 @@ def test_programs_of_contests_work(wall: Wall, what: str) -> None:
     assert (finished.ending, finished.stdout) == ("done", output), finished
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -207,6 +208,7 @@ def test_programs_are_not_root(wall: Wall) -> None:
     assert run_program(source, "", time_s=20).stdout == "False\n"
 
 
+@pytest.mark.nightly
 def test_programs_may_run_side_by_side(wall: Wall) -> None:
     source = "import threading, time\nthreading.Thread(target=time.sleep, args=(0.2,)).start()"
     with ThreadPoolExecutor(6) as pool:

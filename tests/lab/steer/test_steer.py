@@ -179,12 +179,12 @@ def test_the_thoughts_of_a_reference_trace_are_its_sentences() -> None:
 @pytest.fixture(scope="module")
 def reasoner() -> CalibrationSource:
     model, tokenizer = load_model("reasoner")
-    return CalibrationSource(model, tokenizer, "reasoner", load_task("reasoner"), n=6, seed=2)
+    return CalibrationSource(model, tokenizer, "reasoner", load_task("reasoner"), n=4, seed=2)
 
 
 @pytest.fixture(scope="module")
 def traces(reasoner: CalibrationSource) -> list[Trace]:
-    return list(write_traces(reasoner, max_new_tokens=450, slots=6))
+    return list(write_traces(reasoner, max_new_tokens=450, slots=4))
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +197,7 @@ def test_traces_answer_the_training_problems(
     reasoner: CalibrationSource, traces: list[Trace]
 ) -> None:
     in_order = sorted(traces, key=lambda trace: trace.item)
-    problems = make_problems(6, seed=2, split="train")
+    problems = make_problems(4, seed=2, split="train")
     for trace, problem in zip(in_order, problems, strict=True):
         prompt = reasoner.tokenizer.decode(trace.token_ids[: trace.prompt_len])
         assert prompt == problem.prompt
@@ -257,10 +257,10 @@ def test_states_equal_the_hidden_states_of_each_trace_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(states_module, "_TOKENS_PER_FORWARD", tokens_per_forward)
-    found = list(states_before_thoughts(reasoner.model, marked[:5], [0, 2, 3]))
+    found = list(states_before_thoughts(reasoner.model, marked[:3], [0, 2, 3]))
     expected: dict[int, list[torch.Tensor]] = {0: [], 2: [], 3: []}
     kinds = []
-    for trace in sorted(marked[:5], key=lambda trace: len(trace.token_ids)):
+    for trace in sorted(marked[:3], key=lambda trace: len(trace.token_ids)):
         ids = torch.tensor([trace.token_ids])
         with torch.inference_mode():
             shown = reasoner.model(ids, output_hidden_states=True).hidden_states
@@ -269,7 +269,7 @@ def test_states_equal_the_hidden_states_of_each_trace_alone(
             for layer, states in expected.items():
                 states.append(shown[layer][0, thought.position])
     assert [kind for states in found for kind in states.kinds] == kinds
-    assert sum(states.num_traces for states in found) == 5
+    assert sum(states.num_traces for states in found) == 3
     for layer, states in expected.items():
         captured = torch.cat([one.by_layer[layer] for one in found])
         # Batches add in another order: float32 over 300 tokens.
@@ -315,7 +315,7 @@ def test_a_calibration_records_its_origin(
         "train",
         2,
     )
-    assert found.num_right + found.num_wrong == 6
+    assert found.num_right + found.num_wrong == 4
     assert found.num_thoughts == count_thoughts(marked)
     assert found.sign == "execution - non_execution"
 

@@ -38,6 +38,7 @@ def series_of(name: str, knobs: dict[str, Any]) -> Series:
     return Series(label=name, plan={"stack": [*stack, {"policy": name, **knobs}]})
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sweep_of_any_policy_is_continued(name: str, tmp_path: Path) -> None:
     for number, knobs in enumerate([{}, *SMALL_KNOBS.get(name, ())]):

@@ -104,6 +104,7 @@ def test_the_answer_is_that_of_the_full_cache() -> None:
     assert [one.result.tokens for one in found] == [one.tokens for one in expected]
 
 
+@pytest.mark.nightly
 @given(st.lists(st.text("abcdefgh ", min_size=1, max_size=30), min_size=1, max_size=4))
 def test_where_nothing_is_evicted_all_attention_is_retained(prompts: list[str]) -> None:
     for plan in (Plan.uniform("full"), Plan.uniform("streaming", budget=64)):

@@ -47,7 +47,7 @@ def alone(model: Path, **sampling: Any) -> list[int]:
     return list(engine.generate([request]).results()[0].tokens)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("lost_after", [None, 0, 1])
 def test_a_request_has_the_tokens_of_the_engine_alone_also_if_its_replica_is_lost(
