@@ -71,6 +71,47 @@ class CudaGraphs:
         return Graph(graph.replay, output)
 
 
+@attrs.frozen(eq=False)
+class Fused:
+    """A function of tensors in fewer kernels, or as it was.
+
+    Attributes:
+        run: The function.
+        counts: How many groups of operators have become one; ``None``: it could not be recorded.
+        problem: Why it is as it was; ``None``: it is not.
+    """
+
+    run: Callable[[], Output]
+    counts: Counts | None
+    problem: str | None
+
+
+def fused(run: Callable[[], Output]) -> Fused:
+    """Rewrite what a function does, so that it needs fewer kernels; it is run a few times."""
+    counts = None
+    try:
+        recording = record(run)
+        (logits, _), on_gpu = recording.output, recording.output[0].is_cuda
+        if on_gpu and not HAS_TRITON:
+            return Fused(run, None, "Triton is not installed")
+        logits = logits.clone()
+        counts = fuse(recording)
+        program = recording.program()
+        found, _ = program()
+    except NotRecordableError as error:
+        return Fused(run, counts, str(error))
+    except RuntimeError as error:  # of Triton's compiler, or of memory
+        return Fused(run, counts, error_summary(error))
+    if on_gpu:
+        torch.cuda.empty_cache()  # where weights were before they were joined
+    if not any(counts.values()):
+        problem = "it has no norms, rotations, gates or products that are known"
+        return Fused(run, counts, problem)
+    if not _are_close(found, logits):
+        return Fused(run, counts, "it would compute other numbers")
+    return Fused(program, counts, None)
+
+
 class GraphRunner:
     """Runs static steps of one batch from graphs.
 
@@ -136,29 +177,9 @@ class GraphRunner:
         """A function that computes what a step does, in fewer kernels if that can be done."""
         if not self._fuses or self.not_fused is not None:
             return run
-        try:
-            recording = record(run)
-            (logits, _), on_gpu = recording.output, recording.output[0].is_cuda
-            if on_gpu and not HAS_TRITON:
-                self.not_fused = "Triton is not installed"
-                return run
-            logits = logits.clone()
-            self.fused = fuse(recording)
-            program = recording.program()
-            found, _ = program()
-        except NotRecordableError as error:
-            self.not_fused = str(error)
-            return run
-        except RuntimeError as error:  # of Triton's compiler, or of memory
-            self.not_fused = error_summary(error)
-            return run
-        if on_gpu:
-            torch.cuda.empty_cache()  # where weights were before they were joined
-        if not any(self.fused.values()):
-            self.not_fused = "it has no norms, rotations, gates or products that are known"
-        elif not _are_close(found, logits):
-            self.not_fused = "it would compute other numbers"
-        return program if self.not_fused is None else run
+        found = fused(run)
+        self.fused, self.not_fused = found.counts or self.fused, found.problem
+        return found.run
 
     def _note_changes(self, module: nn.Module, step: StaticStep) -> None:
         """Forget graphs that speak of other addresses than those of now."""

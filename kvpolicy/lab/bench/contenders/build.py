@@ -86,7 +86,8 @@ def _in_form(
 ) -> tuple[list[Contender], dict[str, str]]:
     """The contenders with one form of the model, and what is absent."""
     absent: dict[str, str] = {}
-    everywhere = model_alone(form.called), generate(form.called)
+    alone = model_alone(form.called, is_compiled=form.is_compiled)
+    everywhere = alone, generate(form.called)
     contenders = [one for one in everywhere if one.name not in without]
     contenders += [] if form.is_compiled else [forward(form.model)]
     if CONTINUOUS not in without and not form.is_compiled:
