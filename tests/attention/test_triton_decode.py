@@ -19,7 +19,8 @@ from kvpolicy.attention.base import DecodeLayer
 from kvpolicy.attention.choose import backend_for
 from kvpolicy.attention.triton_backend.append import append
 from kvpolicy.attention.triton_backend.backend import TritonBackend
-from kvpolicy.attention.triton_backend.decode import attend, chunks_of
+from kvpolicy.attention.triton_backend.chunks import chunks_of
+from kvpolicy.attention.triton_backend.decode import attend
 
 # Rows that are not held are not even read.
 CASES = cases(empty=float("nan"), device=DEVICE)

@@ -1,1 +1,1 @@
-"""Attention in Triton, for GPUs; importing these modules needs the extra ``kernels``."""
+"""Attention in Triton, for GPUs; importing what computes needs the extra ``kernels``."""

@@ -19,14 +19,12 @@ from torch import Tensor
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.base import DecodeLayer, window_factor
 from kvpolicy.attention.triton_backend.append import append
+from kvpolicy.attention.triton_backend.chunks import BLOCK, DEFAULT_PROCESSORS, chunks_of
 from kvpolicy.attention.triton_backend.compact import drop_oldest
 from kvpolicy.attention.triton_backend.rows import num_held, segment
 from kvpolicy.triton_common import dot, power_of_2, row_start, row_strides
 
-_BLOCK = 64  # rows attended to at once
-_LONGEST_CHUNK = 2048  # so that a long sequence among short ones does not run alone
 _TENSOR_CORE_SIZE = 16  # `tl.dot` takes no smaller matrices
-_DEFAULT_PROCESSORS = 132  # of an H100
 
 
 @triton.jit
@@ -440,7 +438,7 @@ def attend(
         "DIM_BLOCK": dim_block,
         "CHUNKS": count,
         "CHUNK": length,
-        "BLOCK": _BLOCK,
+        "BLOCK": BLOCK,
         "SINKS": sinks is not None,
         **{name.removeprefix("attn_").upper(): name in accumulated for name in ACCUMULATORS},
         "RAGGED": bounds is not None,
@@ -519,30 +517,7 @@ def blocks_of(group: int, dim: int, *, tensor_cores: bool) -> tuple[int, int]:
     return max(power_of_2(group), least), max(power_of_2(dim), least)
 
 
-def chunks_of(
-    capacity: int, programs: int, processors: int, wanted: int | None = None
-) -> tuple[int, int]:
-    """Chunks that a slab is cut into, and rows of each: programs for two per processor, not more.
-
-    One chunk is attended to by one kernel. Several need a second one, and keep what they have
-    found in memory for it.
-
-    Args:
-        capacity: Rows of a slab.
-        programs: Programs of one chunk: slots times KV heads.
-        processors: Multiprocessors of the GPU.
-        wanted: Chunks to cut a slab into; ``None``: chosen.
-    """
-    if wanted is None:
-        most = max(1, capacity // (2 * _BLOCK))
-        wanted = min(most, max(1, 2 * processors // programs))
-        wanted = max(wanted, -(-capacity // _LONGEST_CHUNK))
-    blocks = -(-capacity // _BLOCK)
-    length = -(-blocks // wanted) * _BLOCK
-    return -(-capacity // length), length
-
-
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return _DEFAULT_PROCESSORS
+        return DEFAULT_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -3,11 +3,12 @@
 ``--json`` prints and ``bench.json`` in the folder of ``--output`` has ``{"works", "shape", "dtype",
 "device", "session", "num_parameters", "weight_bytes", "absent", "choices", "standings", "prefills",
 "missing"}``; what turns measured is in ``turns.jsonl`` beside it. With ``--memory`` there is
-``readings`` in place of ``standings``, and with ``--launches`` there is ``launches``. Their fields
+``readings`` in place of ``standings``, and with ``--launches`` there are ``launches``, which are
+none on the device ``meta``, and ``kernels``. Their fields
 are those of the classes in `kvpolicy.lab.bench`: `rounds.summary.BenchResult` in ``standings``,
 `rounds.summary.PrefillResult` in ``prefills``, `rounds.turns.Missing` in ``missing``,
 `operating_points.at_accuracy.Choice` in ``choices``, `diagnostics.memory.Reading` in ``readings``
-and `diagnostics.launches.Launches` in ``launches``.
+`diagnostics.launches.Launches` in ``launches`` and `diagnostics.kernels.Kernels` in ``kernels``.
 """
 
 import json as jsonlib
@@ -242,7 +243,9 @@ def bench(
     device: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Where to run, such as cuda:0. [default: cpu; --gpu: cuda]"
+            metavar="NAME",
+            help="Where to run, such as cuda:0; --launches counts the kernels of a GPU on meta, "
+            "too, which needs no memory. [default: cpu; --gpu: cuda]",
         ),
     ] = None,
     json: Json = False,
@@ -299,6 +302,7 @@ def bench(
     from kvpolicy.lab.cli.bench_run import (
         Rules,
         Starting,
+        count_kernels,
         count_launches,
         run_in_turns,
         starting_vllm,
@@ -308,6 +312,7 @@ def bench(
     from kvpolicy.lab.cli.bench_tables import (
         choices_table,
         gpu_tables,
+        kernels_table,
         launches_table,
         memory_table,
         speed_tables,
@@ -362,8 +367,12 @@ def bench(
 
     if mode == "launches":
         launches_of = count_launches(model, cells, works[0])
+        kernels_of = count_kernels(model, cells, works[0])
         record["launches"] = [attrs.asdict(one) for one in launches_of]
-        _print_results(record, launches_table(launches_of), output, json=json)
+        record["kernels"] = [attrs.asdict(one) for one in kernels_of]
+        tables = [launches_table(launches_of)] if launches_of else []
+        text_of = "\n\n".join([*tables, kernels_table(kernels_of)])
+        _print_results(record, text_of, output, json=json)
         return
 
     forms = [Form.plain(model)]

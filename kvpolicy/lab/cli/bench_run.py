@@ -14,6 +14,7 @@ from kvpolicy.cli.output import Progress, info
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.bench.contenders.contender import VLLM, Contender, Measurement
 from kvpolicy.lab.bench.contenders.vllm import vllm_contender
+from kvpolicy.lab.bench.diagnostics.kernels import Kernels, kernels_of
 from kvpolicy.lab.bench.diagnostics.launches import Launches, launches_alone, launches_under
 from kvpolicy.lab.bench.diagnostics.memory import Reading, measure_memory
 from kvpolicy.lab.bench.models import kv_row_bytes
@@ -246,9 +247,20 @@ def describe_turn(
 
 
 def count_launches(model: PreTrainedModel, cells: Sequence[Cell], work: Workload) -> list[Launches]:
-    """What a step asks of a device: the model alone, and the engine under each plan."""
+    """What a step asks of a device: the model alone, and the engine under each plan.
+
+    Nothing if the model has no weights in memory.
+    """
     assert isinstance(work, Decode), "the mode has no texts"
+    if model.device.type == "meta":
+        return []
     return [launches_alone(model, work), *(launches_under(model, cell, work) for cell in cells)]
+
+
+def count_kernels(model: PreTrainedModel, cells: Sequence[Cell], work: Workload) -> list[Kernels]:
+    """What a GPU launches in a step under each plan."""
+    assert isinstance(work, Decode), "the mode has no texts"
+    return [kernels_of(model, cell, work) for cell in cells]
 
 
 def track_memory(

@@ -13,6 +13,7 @@ from kvpolicy.lab.bench.contenders.contender import (
     MODEL_ALONE,
     VLLM,
 )
+from kvpolicy.lab.bench.diagnostics import kernels
 from kvpolicy.lab.bench.diagnostics.launches import Launches
 from kvpolicy.lab.bench.diagnostics.memory import Reading
 from kvpolicy.lab.bench.operating_points.at_accuracy import Choice
@@ -223,6 +224,22 @@ def launches_table(found: Sequence[Launches]) -> str:
         width=terminal_width(),
     )
     return "\n\n".join([table, *([where] if places else [])])
+
+
+def kernels_table(found: Sequence[kernels.Kernels]) -> str:
+    """Kernels that a GPU launches in a step, before fusing and after."""
+    headers = ["kernels of a step on a GPU", "", "all", *kernels.KINDS]
+    rows = [
+        [
+            one.name,
+            form,
+            f"{sum(counts.values()):,}",
+            *(f"{counts[kind]:,}" for kind in kernels.KINDS),
+        ]
+        for one in found
+        for form, counts in (("plain", one.plain), ("fused", one.fused))
+    ]
+    return format_table(headers, rows, right=range(2, len(headers)), width=terminal_width())
 
 
 def _reads_at(one: Launches, place: str) -> str:

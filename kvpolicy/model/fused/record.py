@@ -53,6 +53,12 @@ def layout(node: Node) -> Layout | None:
     return found
 
 
+def is_view(node: Node) -> bool:
+    """Whether an operator computes nothing: it gives a view, or memory."""
+    found: bool = node.meta.get("is_view", False)
+    return found
+
+
 def writes(node: Node) -> list[Node]:
     """The nodes whose tensors an operator changes in place."""
     return [] if node.op != "call_function" else list(_written(node.target, node.args, node.kwargs))
@@ -127,6 +133,10 @@ class _Recorder(TorchDispatchMode):
         self._check(func, args, kwargs, given, result)
         node = self.graph.call_function(
             func, tree_map(self.node_of, args), tree_map(self.node_of, kwargs)
+        )
+        memory = {*map(_storage, given)}
+        node.meta["is_view"] = func._schema.name in _ALLOCATES or (
+            not is_mutable and isinstance(result, Tensor) and _storage(result) in memory
         )
         if isinstance(result, Tensor):
             self._know(result, node)

@@ -294,6 +294,7 @@ def _replace_products(
 
 def _call(graph: Graph, target: Any, args: tuple[Any, ...], kind: Layout | None) -> Node:
     node = graph.call_function(target, args)
+    node.meta["is_view"] = target in (_SLICE, _TRANSPOSE)
     if kind is not None:
         node.meta["layout"] = kind
     return node

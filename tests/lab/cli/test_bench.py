@@ -91,8 +91,18 @@ def test_counts_have_a_table(kvpolicy: Shell) -> None:
     assert found.status == 0, found.err
     for word in (MODEL_ALONE, "full", "knorm", "static_step.py:read", "1 + 0"):
         assert word in found.out
-    (alone, *mine) = kvpolicy(*arguments, "--json").json["launches"]
+    found = kvpolicy(*arguments, "--json").json
+    (alone, *mine) = found["launches"]
     assert all(one["operations"] > alone["operations"] for one in mine)
+    assert [one["name"] for one in found["kernels"]] == ["full", "knorm"]
+
+
+def test_kernels_are_counted_without_memory(kvpolicy: Shell) -> None:
+    arguments = ("bench", "--launches", *OPTIONS, "--policies", "knorm", "--device", "meta")
+    found = kvpolicy(*arguments, "--lengths", 20, "--json").json
+    (kernels,) = found["kernels"]
+    assert found["launches"] == []
+    assert sum(kernels["plain"].values()) > sum(kernels["fused"].values()) > 20
 
 
 def test_largest_batches_are_within_the_memory(kvpolicy: Shell, tmp_path: Path) -> None:
