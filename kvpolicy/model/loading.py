@@ -10,6 +10,7 @@ import safetensors
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from kvpolicy.entry_points import default_name
 from kvpolicy.errors import ModelError
 from kvpolicy.files import read_json
 from kvpolicy.model.gguf import SUFFIX, read_gguf, readable_folder
@@ -196,7 +197,8 @@ def _find(name: str | Path, dtype: str | torch.dtype) -> tuple[str, str | torch.
         msg = f"model '{text}' is no {what} and no installed model.{hint}"
         raise ModelError(msg)
     if not _is_available(hub_id, file or "config.json"):
-        others = "".join(f"'{one}', " for one in installed_models()[:1])
+        default = default_name("model")
+        others = "" if default is None else f"'{default}', "
         msg = (
             f"model '{text}' is no folder and not in the download cache, and the hub cannot be "
             f"reached from here; give {others}a local folder or a downloaded model."

@@ -30,8 +30,8 @@ _NAMES = {
 
 
 def tokens() -> list[str]:
-    """Control tokens, one token for each byte, and one of two."""
-    return [*CONTROL, *sorted(ByteLevel.alphabet()), "ab"]
+    """Control tokens, one token for each byte, and two of two letters."""
+    return [*CONTROL, *sorted(ByteLevel.alphabet()), "ab", "cd"]
 
 
 def write_gguf(
@@ -78,7 +78,7 @@ def write_gguf(
     file.add_tokenizer_model("gpt2")
     file.add_token_list(tokens())
     file.add_token_types([3] * len(CONTROL) + [1] * (len(tokens()) - len(CONTROL)))
-    file.add_token_merges(["a b"])
+    file.add_token_merges(["a b", "c d"])
     file.add_bos_token_id(1)
     file.add_eos_token_id(0)
     if template is not None:
