@@ -18,7 +18,9 @@ from workload import DRAWN, FULL, QUICK, QUICK_STACKS, STACKS, Sizes, plan_named
 
 def main(folder: Path, sizes: Sizes) -> None:
     """Write ``expected.json``, and print a line for each plan."""
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+    # A rehearsal has one core: to import torch in another process takes longer than its texts.
+    num_processes = 1 if sizes is QUICK else len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
         found = {}
         names = QUICK_STACKS if sizes is QUICK else tuple(STACKS)
         for name, one in zip(names, pool.map(_expected, names, [sizes] * len(names)), strict=True):

@@ -25,7 +25,7 @@ MOST_OF_ALL = (1.5, 0.002)
 # Partings of one plan that are looked into; more are no rounding.
 _MOST_PARTINGS = 3
 
-_WORKERS = {"cuda": 6, "cpu": 2}
+_WORKERS = {"cuda": 6, "cpu": 1}  # a rehearsal has one core: to import torch takes longest
 
 
 @dataclass
