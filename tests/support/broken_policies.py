@@ -448,10 +448,10 @@ class AsksForTooMuch:
 
 @attrs.define(eq=False)
 class PacksTooLittle:
-    """Packs a mean without the number of compactions that it is over."""
+    """Packs a mean without the number of calls that it is over, which come layer by layer."""
 
     @hookimpl
-    def score(self, keys: Tensor, memory: Memory) -> Tensor:
+    def score(self, layer_idx: int, keys: Tensor, memory: Memory) -> Tensor:
         lengths = key_lengths(keys)
         own = memory.of(self)
         for notes, now in zip(own, lengths.mean(dim=(1, 2)).tolist(), strict=True):
