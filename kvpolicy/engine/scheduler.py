@@ -12,6 +12,10 @@ from kvpolicy.engine.slots import Slots
 from kvpolicy.engine.step import Step
 from kvpolicy.hooks.stack import Stack
 
+# Pads that a forward may have in any case: computing them is faster than another forward. More
+# must be a small part of it.
+FEW_PADS = 256
+
 
 class Scheduler:
     """Queue, slots, chunks of prompts and turns.
@@ -233,8 +237,7 @@ class Chunks:
         waiting = self._extensions.ready(self.unfinished(group))
         if not waiting:
             return None
-        lengths = self._lengths(waiting)
-        served = list(waiting[: len(lengths)])
+        served, lengths = self._together(waiting)
         starts = self._cache.seq_len[[seq.slot for seq in served]].tolist()
         of_each = list(zip(served, starts, lengths, strict=True))
         return Step(
@@ -249,26 +252,36 @@ class Chunks:
         """Prompt tokens that are not in yet."""
         return len(seq.prompt) - int(self._cache.seq_len[seq.slot])
 
-    def _lengths(self, sequences: abc.Sequence[Sequence]) -> list[int]:
-        """Tokens of the next chunks, of as many of the first sequences as a forward may have.
+    def _together(self, sequences: abc.Sequence[Sequence]) -> tuple[list[Sequence], list[int]]:
+        """Sequences whose next chunks are one forward, and the tokens of each.
 
-        The others wait until the prompts before theirs are in.
+        The shortest chunks are first, with as many of the next longer ones as it may have; the
+        others wait for the next forwards.
         """
         slots = [seq.slot for seq in sequences]
         free = self._cache.num_free_rows(slots).tolist()
         most = min(self._most, self._extensions.forward_limit(sequences))
-        lengths: list[int] = []
-        width = 0  # of the forward: shorter chunks are padded
-        for seq, num_free in zip(sequences, free, strict=True):
-            num_left = self._num_left(seq)
-            length = min(num_left, num_free, self._chunk, most, self._extensions.chunk_limit(seq))
-            width, longer = max(width, length), [*lengths, length]
-            if width * len(longer) > most:
+        limit = min(self._chunk, most)
+        lengths = [
+            min(self._num_left(seq), num_free, limit, self._extensions.chunk_limit(seq))
+            for seq, num_free in zip(sequences, free, strict=True)
+        ]
+        chosen: list[int] = []
+        num_tokens = 0
+        for number in sorted(range(len(sequences)), key=lengths.__getitem__):
+            more, length = [*chosen, number], lengths[number]
+            num_tokens += length
+            num_columns = length * len(more)  # shorter chunks are padded
+            few_pads = max(FEW_PADS, num_columns // 4)
+            if num_columns > most or num_columns - num_tokens > few_pads:
                 break
-            if not self._cache.enter_together(slots[: len(longer)], longer):
+            if not self._cache.enter_together(
+                [slots[one] for one in more], [lengths[one] for one in more]
+            ):
                 break
-            lengths = longer
-        return lengths
+            chosen = more
+        chosen.sort()  # as they were, so that their slots may be neighbours
+        return [sequences[one] for one in chosen], [lengths[one] for one in chosen]
 
 
 def _going_on(sequences: abc.Iterable[Sequence]) -> list[Sequence]:

@@ -143,6 +143,16 @@ def serve(
             rich_help_panel=MODEL,
         ),
     ] = None,
+    max_tokens_per_forward: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Prompt tokens computed between two decode steps, at most: so long a running "
+            "answer waits for its next token while prompts of others enter. [default: 8192]",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
     prefix_cache: PrefixCache = None,
     prefix_block: PrefixBlock = DEFAULT_BLOCK,
     prefix_eviction: PrefixEviction = DEFAULT_EVICTION,
@@ -362,6 +372,7 @@ def serve(
     numbers = {"budget": budget, "buffer": buffer, "length": length}
     plans = _plans(plan or [], policy or [], numbers, overrides or [], model)
     names = _names(served_model_name or [model_name(model)], [*plans])
+    from kvpolicy.engine.bound_plan import DEFAULT_MAX_TOKENS
     from kvpolicy.engine.engine import DEFAULT_SLOTS
     from kvpolicy.model.loading import load_model
     from kvpolicy.serve.launch import bound_to, hosts_of, serve_model, served_model
@@ -392,6 +403,7 @@ def serve(
         "max_waiting": max_waiting,
         "kv_memory": memory,
         "slots": slots or DEFAULT_SLOTS,
+        "max_tokens_per_forward": max_tokens_per_forward or DEFAULT_MAX_TOKENS,
     }
     if is_on_ray:
         from kvpolicy.serve.on_ray.command import RayOptions, serve_on_ray

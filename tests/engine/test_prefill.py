@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from batches import generated_tokens
 from compare import result_values
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from strategies import costly, plans, prompts
 from tiny import FAMILIES, shared_model
 
-from kvpolicy import Engine, Plan, PolicyCache
+from kvpolicy import Engine, Plan, PolicyCache, Request
+from kvpolicy.cache.static_step import StaticStep
+from kvpolicy.engine import scheduler
 from kvpolicy.model.forward_input import ForwardInput
 
 NUM_LAYERS = 2
@@ -70,13 +73,51 @@ def prefill_shapes(lengths: list[int], **options: Any) -> list[list[int]]:
     return [one.step.tokens.lengths.tolist() for one in forwards]
 
 
-def test_as_many_sequences_as_fit_are_prefilled_together_in_their_order() -> None:
+def test_as_many_sequences_as_fit_are_prefilled_together_the_shortest_first() -> None:
     assert prefill_shapes([5, 5, 5, 5, 5], max_tokens_per_forward=12) == [[5, 5], [5, 5], [5]]
     # Pads are computed, too: three sequences of up to 6 tokens would be 18.
-    assert prefill_shapes([6, 2, 3], max_tokens_per_forward=17) == [[6, 2], [3]]
+    assert prefill_shapes([6, 2, 3], max_tokens_per_forward=17) == [[2, 3], [6]]
     assert prefill_shapes([6, 2, 3], max_tokens_per_forward=18) == [[6, 2, 3]]
-    assert prefill_shapes([9, 2], max_tokens_per_forward=4) == [[4], [4], [1, 2]]
+    assert prefill_shapes([9, 2], max_tokens_per_forward=4) == [[2], [4], [4], [1]]
     assert prefill_shapes([9, 2], chunk=3, max_tokens_per_forward=6) == [[3, 2], [3], [3]]
+
+
+def test_forwards_have_few_pads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "FEW_PADS", 4)
+    # A quarter of the columns, or four, may be pads.
+    assert prefill_shapes([12, 3, 10, 4, 12]) == [[3, 4], [12, 10, 12]]
+    assert prefill_shapes([2, 6]) == [[2, 6]]
+    assert prefill_shapes([2, 7]) == [[2], [7]]
+
+
+@pytest.mark.parametrize(("most", "num_prompts"), [(4, 1), (6, 3), (20, 3), (8192, 3)])
+def test_a_bounded_number_of_prompt_tokens_enters_between_two_decode_steps(
+    most: int, num_prompts: int
+) -> None:
+    plan = Plan.uniform("h2o", budget=16, buffer=4, prefill_buffer=12)
+    engine = Engine(
+        shared_model(), plan=plan, slots=5, max_tokens_per_forward=most, steps_per_read=2
+    )
+    forwards, run = forwards_of(engine), engine.open_run(max_len=200)
+    running = [run.submit(Request([7] * 5, 150, stop_ids=())) for _ in range(2)]
+    while len(forwards) < 5:
+        run.step()
+    first, between, waited = len(forwards), 0, []
+    lengths = range(60, 60 + num_prompts)
+    arriving = {run.submit(Request([3] * length, 4, stop_ids=())) for length in lengths}
+    while arriving:
+        arriving -= {number for number, _ in run.step().tokens}
+    for one in forwards[first:]:
+        width, num = one.token_ids.shape[1], one.token_ids.numel()
+        if width == 1 and isinstance(one.step, StaticStep):
+            waited.append(between)
+            between = 0
+        else:
+            between += num
+    assert {seq.id for seq in run.active} >= set(running)
+    waited.append(between)
+    assert max(waited) <= most
+    assert sum(waited) >= sum(lengths)
 
 
 def test_a_full_slab_does_not_shorten_the_chunks_of_other_sequences() -> None:

@@ -33,6 +33,7 @@ def test_a_deployment_file_has_what_was_given(
     more = ("--replicas", 2, "--max-replicas", 5, "--cpus-per-replica", 4, "--port", 8123)
     more += ("--prefix-cache", "8MiB", "--prefix-block", 32, "--prefix-prompts-only")
     more += ("--log-format", "json")
+    more += ("--max-tokens-per-forward", 700)
     found = written(kvpolicy, tmp_path, *words, *more, "--max-waiting", 9)
     assert found["http_options"] == {"host": "127.0.0.1", "port": 8123}
     (application,) = found["applications"]
@@ -43,6 +44,7 @@ def test_a_deployment_file_has_what_was_given(
     assert (config.requests, config.setup.threads, config.needs_key) == (6, 4, True)
     assert config.json_logs
     assert config.engine["max_waiting"] == 9
+    assert config.engine["max_tokens_per_forward"] == 700
     store = {"capacity": 8 << 20, "block_tokens": 32, "eviction": "lru", "conversations": False}
     assert config.prefix_store == store
     assert "secret" not in (tmp_path / "deployment.yaml").read_text("utf-8")
