@@ -32,7 +32,7 @@ def error_of(policy: Callable[[], object], **options: Any) -> ConformanceError:
     return caught.value
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize(("clause", "policy"), CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_a_broken_clause_is_named_with_an_example(clause: str, policy: type) -> None:
