@@ -11,6 +11,7 @@ import stage_report
 from stage_report import Report
 
 MINUTES = {"cuda": 4, "cpu": 15}
+BATCHES = "32,1,256,128"
 
 
 def stage(report: Report) -> None:
@@ -23,6 +24,8 @@ def stage(report: Report) -> None:
     options = ["--device", report.device, "--minutes", str(MINUTES[report.device])]
     if report.quick:
         options += ["--quick", "--dtype", "float32"]
+    else:
+        options += ["--batches", BATCHES]
     status = run(["bench", "--gpu", "--output", str(folder), *options])
     if status:
         report.fail(f"kvpolicy bench --gpu ended with status {status}")

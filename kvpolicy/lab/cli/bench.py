@@ -132,7 +132,7 @@ def bench(
         bool,
         typer.Option(
             "--gpu",
-            help="Check the kernels on the GPU; then measure batches of 1, 8, 32 and the largest, "
+            help="Check the kernels on the GPU; then measure --batches and the largest that fits, "
             "prompts, and what the GPU does in a step.",
         ),
     ] = False,
@@ -143,6 +143,13 @@ def bench(
             help="Tokens held. [default: 512,2048,4096,8192,16384; --max-batch and "
             "--at-accuracy: 4096; "
             "--memory: 1000,...,20000; --launches: 2048; --gpu: 8704; --quick: 64,128]",
+        ),
+    ] = None,
+    batches: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...",
+            help="Batches of --gpu, the first of which come first. [default: 32,1,8; --quick: 4,1]",
         ),
     ] = None,
     prefill: Annotated[
@@ -279,6 +286,7 @@ def bench(
         rounds=rounds,
         lengths=sorted(set(parse_ints("--lengths", lengths))),
         prefill=sorted(set(parse_ints("--prefill", prefill))),
+        batches=list(dict.fromkeys(parse_ints("--batches", batches))),
         memory_limit=memory_limit,
     )
     without = without or (_GPU_WITHOUT if gpu else None)

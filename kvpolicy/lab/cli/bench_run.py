@@ -27,7 +27,6 @@ from kvpolicy.lab.bench.rounds.turns import Job, Missing, Turn, jobs_of, measure
 from kvpolicy.lab.bench.workload import Decode, Prefill, Text, Workload
 from kvpolicy.lab.sweep.grid import Cell
 
-GPU_BATCHES = (32, 1, 8)  # besides the largest, what matters most first
 _PROFILED = 8  # steps: the engine takes as many at a time on a GPU
 _VLLM_START_S = 90
 
@@ -42,23 +41,25 @@ def workloads_of(mode: str, sizes: Mapping[str, Any], seed: int) -> list[Workloa
         prompts = sizes["prompt_min"], sizes["prompt_max"]
         return [Text(batch, *prompts, sizes["new_tokens"], seed)]
     if mode == "gpu":
-        return _workloads_of_gpu(lengths[0], steps, sizes["prefill"], seed)
+        return _workloads_of_gpu(lengths[0], steps, sizes["prefill"], sizes["batches"], seed)
     if mode == "max_batch":
         return [Decode(1, lengths[0], steps, seed, LARGEST)]
     return [Decode(batch, held, steps, seed) for held in lengths]
 
 
-def _workloads_of_gpu(held: int, steps: int, prompts: Sequence[int], seed: int) -> list[Workload]:
+def _workloads_of_gpu(
+    held: int, steps: int, prompts: Sequence[int], batches: Sequence[int], seed: int
+) -> list[Workload]:
     """What matters most comes first, should the time be up."""
 
-    def at(batch: int, name: str, profiled: int = _PROFILED) -> Decode:
-        return Decode(batch, held, steps, seed, name, compacts_all=False, profiled=profiled)
+    def at(batch: int, name: str = "") -> Decode:
+        name = name or f"batch {batch}"
+        return Decode(batch, held, steps, seed, name, compacts_all=False, profiled=_PROFILED)
 
-    first, second, *others = GPU_BATCHES
-    short, *long = [Prefill(num, seed=seed) for num in prompts]
-    works: list[Workload] = [at(first, f"batch {first}"), short]
-    works += [at(second, f"batch {second}"), at(1, LARGEST), *long]
-    return works + [at(one, f"batch {one}", profiled=0) for one in others]
+    fixed = [at(batch) for batch in batches]
+    brought_in = [Prefill(num, seed=seed) for num in prompts]
+    first = [*fixed[:1], *brought_in[:1], *fixed[1:2], *brought_in[1:]]
+    return [*first, at(1, LARGEST), *fixed[2:]]
 
 
 @contextmanager

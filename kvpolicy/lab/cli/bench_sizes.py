@@ -19,6 +19,7 @@ _DEFAULTS: Mapping[str, tuple[Any, Any]] = {
     "lengths": ([512, 2048, 4096, 8192, 16_384], [64, 128]),
     "memory_limit": (1.0, 0.002),
     "prefill": ([4096, 32_768], [64, 128]),
+    "batches": ([32, 1, 8], [4, 1]),
 }
 # Defaults of other workloads.
 _OF_MEMORY = {"shape": "5m", "lengths": [1000, 2000, 5000, 10_000, 20_000]}
@@ -51,9 +52,10 @@ def choose_sizes(mode: str, *, at_accuracy: bool, quick: bool, **given: Any) -> 
     if mode in _OF_ONE_LENGTH and len(sizes["lengths"]) > 1:
         msg = f"--{mode.replace('_', '-')} fills caches to one length; give one with --lengths."
         raise KVPolicyError(msg)
-    if given["prefill"] and mode != "gpu":
-        msg = "--prefill says which prompts --gpu brings in; leave it out, or give --gpu, too."
-        raise KVPolicyError(msg)
+    for name in ("prefill", "batches"):
+        if given[name] and mode != "gpu":
+            msg = f"--{name} says what --gpu measures; leave it out, or give --gpu, too."
+            raise KVPolicyError(msg)
     if sizes["prompt_max"] < sizes["prompt_min"]:
         msg = f"--prompt-max {sizes['prompt_max']} is below --prompt-min {sizes['prompt_min']}."
         raise KVPolicyError(msg)

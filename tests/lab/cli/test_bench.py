@@ -216,6 +216,7 @@ def test_complete_rounds_count_after_an_interrupt(
         (("--lengths", "1,x", "--memory"), ("--lengths", "'x'")),
         (("--lengths", "64,128", "--max-batch"), ("--max-batch", "--lengths")),
         (("--prefill", "64"), ("--prefill", "--gpu")),
+        (("--batches", "2"), ("--batches", "--gpu")),
         (("--minutes", "1", "--memory"), ("--minutes", "--memory")),
         (("--memory", "--packed"), ("--memory", "leave out --packed")),
         (("--launches", "--compile"), ("--launches", "leave out --compile")),
@@ -242,14 +243,26 @@ def test_a_gpu_benchmark_needs_a_gpu(kvpolicy: Shell) -> None:
 
 
 GPU = ("bench", "--gpu", "--device", "cpu", "--quick", "--dtype", "float32")
-GPU_SIZES = ("--lengths", 40, "--prefill", "24,40", "--budget", 16, "--buffer", 4, "--steps", 2)
-GPU_WORKS = ["batch 2", "prompt of 24", "batch 1", "largest batch", "prompt of 40"]
+GPU_SIZES = (
+    "--lengths",
+    40,
+    "--batches",
+    "2,1",
+    "--prefill",
+    "24,40",
+    "--budget",
+    16,
+    "--buffer",
+    4,
+    "--steps",
+    2,
+)
+GPU_WORKS = ["batch 2", "prompt of 24", "batch 1", "prompt of 40", "largest batch"]
 
 
 @pytest.fixture
 def gpu_walk(kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs `kvpolicy bench --gpu` on a CPU, in a folder of its own."""
-    monkeypatch.setattr("kvpolicy.lab.cli.bench_run.GPU_BATCHES", (2, 1))
     monkeypatch.setattr("kvpolicy.lab.bench.diagnostics.checks.TEXT", Text(1, 3, 30, 3))
     monkeypatch.chdir(tmp_path)
     plans = ("--policies", "full,knorm", "--memory-limit", 0.0004)
@@ -345,7 +358,7 @@ def test_what_there_is_no_time_for_is_left_out_and_measured_later(
     found = gpu_walk("--minutes", 0, "--output", "here")
     assert found.status == 0, found.err
     assert (turns_in(Path("here")), measures_nothing) == ([], [])
-    for work in GPU_WORKS[:-2]:
+    for work in GPU_WORKS[:-1]:
         assert f"knorm, {work}: left out" in found.err
     again = gpu_walk("--minutes", 60, "--output", "here", "--json")
     assert again.status == 0, again.err
@@ -372,11 +385,11 @@ def test_what_fails_on_a_gpu_stops_nothing_else(
     failed = [one["job"] for one in found.json["missing"] if one["failed"]]
     assert failed == [["knorm", "prompt of 24"], ["knorm", "prompt of 40"]]
     names = {(one["contender"], one["work"]) for one in turns_in(Path("here"))}
-    assert ("knorm", GPU_WORKS[-2]) in names
-    assert ("knorm", GPU_WORKS[-1]) not in names
+    assert ("knorm", GPU_WORKS[-1]) in names
+    assert ("knorm", GPU_WORKS[-2]) not in names
     monkeypatch.setattr(Contender, "run", run)
     found = gpu_walk("--output", "here")
     assert found.status == 0, found.err
-    assert ("knorm", GPU_WORKS[-1]) in {
+    assert ("knorm", GPU_WORKS[-2]) in {
         (one["contender"], one["work"]) for one in turns_in(Path("here"))
     }
