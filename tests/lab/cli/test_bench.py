@@ -367,6 +367,18 @@ def test_what_there_is_no_time_for_is_left_out_and_measured_later(
     assert len(measures_nothing) == len(turns_in(Path("here")))
 
 
+@pytest.mark.usefixtures("measures_nothing")
+def test_what_does_not_fit_is_left_out_without_a_trial(gpu_walk: Any) -> None:
+    found = gpu_walk("--batches", "2,400", "--output", "here", "--json")
+    assert found.status == 0, found.err
+    missing = found.json["missing"]
+    assert [one["job"] for one in missing] == [["full", "batch 400"], ["knorm", "batch 400"]]
+    assert not any(one["failed"] for one in missing)
+    assert "does not fit" in missing[0]["reason"]
+    alone = [one for one in turns_in(Path("here")) if one["work"] == "batch 400"]
+    assert {one["contender"] for one in alone} == {LIMIT, MODEL_ALONE}
+
+
 def test_what_fails_on_a_gpu_stops_nothing_else(
     gpu_walk: Any, measures_nothing: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
