@@ -36,7 +36,7 @@ class Graph:
     Attributes:
         replay: Runs it again, on what the same addresses hold by then.
         output: Its output, which every replay overwrites.
-        program: What was captured, whose tensors it reads.
+        program: The fused step, if that was captured; the graph reads its tensors.
     """
 
     replay: Callable[[], None]
@@ -166,17 +166,21 @@ class GraphRunner:
         """Capture a step of some width, which does what the step under way does."""
         try:
             with given.step.idle(key[0]):
-                run = self._fused(lambda: self._forward(call, given))
+
+                def run() -> Output:
+                    return self._forward(call, given)
+
+                program = self._fused(run)
                 self._note_changes(module_of(call), given.step)  # weights may have moved
-                self._graphs[key] = attrs.evolve(self._capture(run), program=run)
+                self._graphs[key] = attrs.evolve(self._capture(program or run), program=program)
         except RuntimeError as error:  # of CUDA, of Triton's compiler, of kernels that wait
             self.problem = f"a step cannot be captured: {error_summary(error)}"
             self._graphs.clear()
 
-    def _fused(self, run: Callable[[], Output]) -> Callable[[], Output]:
-        """A function that computes what a step does, in fewer kernels if that can be done."""
+    def _fused(self, run: Callable[[], Output]) -> Callable[[], Output] | None:
+        """What computes a step in fewer kernels; ``None`` if it is to be captured as it is."""
         if not self._fuses or self.not_fused is not None:
-            return run
+            return None
         found = fused(run)
         self.fused, self.not_fused = found.counts or self.fused, found.problem
         return found.run

@@ -1,7 +1,9 @@
 """Steps are recorded, and groups of their operators become one, without other results."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -80,10 +82,39 @@ def test_what_is_changed_in_place_is_read_in_order() -> None:
         assert program().tolist() == [6, 6, 2, 12, 12, 2]
 
 
+def test_a_program_frees_its_tensors_when_it_goes() -> None:
+    """Slabs of a run whose end nobody collects garbage at."""
+
+    def recorded() -> tuple[Any, Any]:
+        state = torch.ones(3)
+        return record(lambda: (state * 2).relu()).program(), ref(state)
+
+    gc.disable()
+    try:
+        program, seen = recorded()
+        assert program().tolist() == [2, 2, 2]
+        del program
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
 def written_past_torch() -> Tensor:
     out = torch.empty(3)
     np.from_dlpack(out)[:] = 1
     return out + 1
+
+
+@torch.inference_mode()
+def test_memory_that_is_written_later_is_no_result() -> None:
+    def run() -> Tensor:
+        out, nothing = torch.empty(2, 3), torch.empty(0)
+        out[0].copy_(STATES[0, 0, 0, :3])
+        torch.add(ROW[:3], 1, out=out[1])
+        return torch.cat([nothing, out.flatten()])
+
+    recording = record(run)
+    assert torch.equal(recording.program()(), recording.output)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ addresses. Unlike a CUDA graph it says which operators these are, so that some c
 before the step is captured. It holds for the shapes and addresses that it was recorded with.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -79,9 +80,63 @@ class Recording:
     tensors: dict[str, Tensor]
     output: Any
 
-    def program(self) -> GraphModule:
-        """A function without arguments that runs the graph."""
-        return GraphModule(self.tensors, self.graph)
+    def program(self) -> "Program":
+        """What runs the graph."""
+        return Program(self.graph, self.tensors)
+
+
+class Program:
+    """Runs a graph.
+
+    Unlike `torch.fx.GraphModule` it belongs to no circle of references, so that the tensors of a
+    run are freed at its end.
+    """
+
+    def __init__(self, graph: Graph, tensors: Mapping[str, Tensor]) -> None:
+        """Take over a graph and the tensors that it is given from outside."""
+        last_use: dict[Node, Node] = {}
+        for node in reversed(graph.nodes):
+            for used in node.all_input_nodes:
+                last_use.setdefault(used, node)
+        self._tensors: dict[str, Tensor] = {}
+        self._calls: list[tuple[str, Any, Any, list[str]]] = []
+        self._output: Any = None
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                self._tensors[node.name] = tensors[str(node.target)]
+                continue
+            arguments = map_arg((node.args, node.kwargs), _result_of)
+            if node.op == "output":
+                self._output = arguments[0][0]
+                continue
+            done = [used.name for used in node.all_input_nodes if last_use[used] is node]
+            unused = [] if node.users else [node.name]
+            self._calls.append((node.name, node.target, arguments, done + unused))
+
+    def __call__(self) -> Any:
+        """Run it; returns what the function that was recorded returns."""
+        results: dict[str, Any] = {**self._tensors}
+
+        def found(value: Any) -> Any:
+            return results[value.name] if isinstance(value, _Result) else value
+
+        for name, target, arguments, done in self._calls:
+            args, kwargs = map_aggregate(arguments, found)
+            results[name] = target(*args, **kwargs)
+            for one in done:
+                del results[one]
+        return map_aggregate(self._output, found)
+
+
+@attrs.frozen
+class _Result:
+    """Stands for the result of a node."""
+
+    name: str
+
+
+def _result_of(node: Node) -> Any:
+    return _Result(node.name)
 
 
 def record(run: Callable[[], Any]) -> Recording:
@@ -180,7 +235,7 @@ class _Recorder(TorchDispatchMode):
                 map(_storage, [*results, *_written(func, args, kwargs)])
             )
         if name in _ALLOCATES:
-            self._unwritten.update(map(_storage, results))
+            self._unwritten.update(_storage(one) for one in results if one.numel())
 
 
 def getitem(parts: Any, index: int) -> Any:
