@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import seeds
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -227,3 +229,21 @@ def test_what_all_see_needs_no_mask() -> None:
     assert chunk.seen_by_all(slice(2, 4)) == 10
     assert chunk.mask(slice(2, 4), slice(0, 10)) is None
     assert math.prod(chunk.mask(slice(2, 4), slice(10, 11)).shape) == 4
+
+
+def test_other_devices_take_the_bias_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visible, "SHARED_MASK_BYTES", 0)
+    forward = Forward([40, 33], [17, 4], 2, 3, None, 0)
+    meta = torch.device("meta")  # without numbers, but torch checks its arguments
+    given = [tensor.to(meta) for tensor in forward.tensors()]
+    seen = attrs.evolve(forward.visible, device=meta)
+    output = attend(*given, seen, scaling=1.0, softmax=PLAIN, accumulated={})
+    assert (output.device, output.shape) == (meta, given[0].shape)
+
+
+def test_the_bias_of_torch_is_what_the_two_parts_are() -> None:
+    forward = Forward([40], [17], 1, 1, None, 0)
+    given, bias = forward.tensors(), causal_lower_right(17, 57)
+    expected = F.scaled_dot_product_attention(*given, attn_mask=bias, scale=0.3)
+    found = attend(*given, forward.visible, scaling=0.3, softmax=PLAIN, accumulated={})
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-5)
