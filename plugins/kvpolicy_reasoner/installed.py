@@ -1,6 +1,6 @@
 """The names of the bundled reasoners; weights are stored in bfloat16, and run in float32."""
 
-from kvpolicy.model.installed import InstalledModel
+from kvpolicy import InstalledModel
 from kvpolicy_reasoner import REASONER_VERBOSE, bundled_path
 
 _LICENCE = "Apache-2.0"
