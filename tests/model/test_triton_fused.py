@@ -1,7 +1,11 @@
 """Fused operators in Triton are as near to exact numbers as the operators that they replace."""
 
+from copy import deepcopy
+from typing import Any
+
 import pytest
 import torch
+from families import family_model
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -10,6 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from triton_device import DEVICE
 
 from kvpolicy.model.fused import operators, triton_kernels
+from kvpolicy.model.fused.record import record
+from kvpolicy.model.fused.rewrite import fuse
 
 EPS = 1e-5
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -106,6 +112,30 @@ def test_half_precision_rounds_where_a_model_does() -> None:
         triton_kernels.rotate(*arguments), operators.rotate(*arguments), strict=True
     ):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_whole_step_is_as_near_to_exact_numbers_as_a_plain_one(dtype: torch.dtype) -> None:
+    """With the strides that joint products give heads and gates."""
+    model = family_model("qwen3").to(DEVICE, dtype)
+    exact_model = deepcopy(model).double()
+    token_ids = torch.tensor([[3], [7], [4]], device=DEVICE)
+    position_ids = torch.tensor([[0], [9], [5]], device=DEVICE)
+
+    def logits(of: Any) -> Tensor:
+        # Each token attends to itself alone: no mask, and no values that are read to make one.
+        given = {"position_ids": position_ids, "attention_mask": {"full_attention": None}}
+        found: Tensor = of(input_ids=token_ids, use_cache=False, **given).logits
+        return found
+
+    with torch.inference_mode():
+        recording = record(lambda: logits(model))
+        assert sum(fuse(recording).values()) == 9 + 2 + 2 + 4
+        for node in recording.graph.nodes:
+            if str(node.target).startswith("kvpolicy."):
+                name = node.target._schema.name.removeprefix("kvpolicy::")
+                node.target = getattr(triton_kernels, name)
+        assert_as_near(recording.program()(), recording.output, logits(exact_model))
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU runs the operators that are replaced")
