@@ -100,7 +100,7 @@ def fused(run: Callable[[], Output]) -> Fused:
         found, _ = program()
     except NotRecordableError as error:
         return Fused(run, counts, str(error))
-    except RuntimeError as error:  # of Triton's compiler, or of memory
+    except Exception as error:  # of Triton's compiler, of memory, or of the function itself
         return Fused(run, counts, error_summary(error))
     if on_gpu:
         torch.cuda.empty_cache()  # where weights were before they were joined
@@ -183,7 +183,7 @@ class GraphRunner:
             return None
         found = fused(run)
         self.fused, self.not_fused = found.counts or self.fused, found.problem
-        return found.run
+        return found.run if found.problem is None else None
 
     def _note_changes(self, module: nn.Module, step: StaticStep) -> None:
         """Forget graphs that speak of other addresses than those of now."""
