@@ -52,7 +52,7 @@ def test_every_kernel_is_compiled(kernels) -> None:
         name
         for file in source.rglob("*.py")
         if "triton" in str(file.relative_to(source))
-        for name in re.findall(r"^    (_\w+)\[", file.read_text(encoding="utf-8"), re.M)
+        for name in re.findall(r"^ +(_\w+)\[", file.read_text(encoding="utf-8"), re.M)
     }
     assert {kernel["kernel"] for kernel in kernels.values()} == launched
 
