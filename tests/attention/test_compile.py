@@ -80,3 +80,11 @@ def test_products_of_16_bit_types_are_made_by_tensor_cores(kernels) -> None:
 def test_rows_move_only_after_all_threads_have_read_them(kernels, name) -> None:
     order = " ".join(kernels[name]["accesses"])
     assert re.fullmatch(r"(ld\.global )+bar\.sync( st\.global)+", order), order
+
+
+def test_logits_are_read_only_after_all_threads_have_stored_them(kernels) -> None:
+    """Between the last store of attention and the first load of what accumulates."""
+    order = " ".join(kernels["attend alone with sums"]["accesses"])
+    assert re.search(
+        r"st\.global( bar\.sync)+( ld\.global)+( bar\.sync| ld\.global)* st\.global$", order
+    )
