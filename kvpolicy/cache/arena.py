@@ -7,6 +7,7 @@ hold tokens is the business of the layer's layout, see `kvpolicy.cache.layouts.b
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +15,12 @@ from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.cache.store import RowStore
 
 
-def slot_index(slots: Sequence[int]) -> slice | list[int]:
+def slot_index(slots: Sequence[int] | np.ndarray) -> slice | list[int]:
     """An index of slots: those in equal steps as a slice, which is read as a view."""
+    if len(slots) == 0:
+        return []
+    if isinstance(slots, range) and slots.step > 0:
+        return slice(slots.start, slots.stop, slots.step)
     first, last = slots[0], slots[-1]
     step = slots[1] - first if len(slots) > 1 else 1
     evenly = range(first, last + 1, step) if step > 0 else ()

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.arena import Arena
+from kvpolicy.cache.arena import Arena, slot_index
 from kvpolicy.cache.counts import Counts
-from kvpolicy.cache.layouts.base import PLENTY, Layer, LayerCache, Layout
+from kvpolicy.cache.layouts.base import PLENTY, Layer, LayerCache, Layout, RowLayout
 from kvpolicy.cache.layouts.compose import layouts_of
 from kvpolicy.cache.shape import LayerShape, Rotate, Slab
 
@@ -98,14 +98,28 @@ class KVCache:
         """Note the size of a temporary copy."""
         self.counts.note_copy(num_bytes)
 
-    def fullest(self, layer_idx: int, slots: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Rows of the fullest KV head of some slots that a compaction chooses from, ``[B]``."""
-        fullest = self.layers[layer_idx].layout.fullest(layer_idx, slots)
-        return fullest - self.prompt_rows[layer_idx, slots]
+    def fullest(
+        self, layers: int | Sequence[int] | np.ndarray, slots: Sequence[int] | np.ndarray
+    ) -> np.ndarray:
+        """Rows of the fullest KV head that a compaction chooses from, ``[B]``.
+
+        Args:
+            layers: The layer of each of the slots, or of all.
+            slots: The slots, ``B``.
+        """
+        chosen = np.asarray(slots)
+        of_each = np.broadcast_to(layers, chosen.shape)
+        fullest = np.empty_like(chosen)
+        for layout in self.layouts:
+            own = np.isin(of_each, layout.layers)
+            if own.any():
+                fullest[own] = cast(RowLayout, layout).fullest(of_each[own], chosen[own])
+        return fullest - self.prompt_rows[of_each, chosen]
 
     def num_candidates(self, slots: Sequence[int] | slice) -> np.ndarray:
         """Rows of these slots that a compaction chooses from, ``[layers, B]``."""
-        candidates: np.ndarray = self.rows[:, slots] - self.prompt_rows[:, slots]
+        index = slots if isinstance(slots, slice) else slot_index(slots)
+        candidates: np.ndarray = self.rows[:, index] - self.prompt_rows[:, index]
         return candidates
 
     def admits(self, num_prompt: int) -> bool:
@@ -132,12 +146,12 @@ class KVCache:
 
     def count(self, slots: Sequence[int] | np.ndarray, num_new: int | np.ndarray) -> None:
         """Count new tokens of some slots, ``[B]``, and their rows in every layer."""
-        counts, chosen = self.counts, np.asarray(slots)
-        rows = counts.rows[:, chosen] + num_new
-        held = counts.rows[:, chosen] = np.minimum(rows, self._most_rows[:, None])
+        counts, chosen, index = self.counts, np.asarray(slots), slot_index(slots)
+        rows = counts.rows[:, index] + num_new
+        held = counts.rows[:, index] = np.minimum(rows, self._most_rows[:, None])
         for layout in self.layouts:
             layout.count(chosen, num_new, rows - held)
-        counts.seq_len[chosen] += num_new
+        counts.seq_len[index] += num_new
 
     def drop_unseen(self, places: Sequence[tuple[int, int]], make_rows: Callable[..., Any]) -> None:
         """Drop rows that no later query can see, of slots, each in a layer.

@@ -5,6 +5,9 @@ newest tokens, row counts, positions, live slots. A step reads no value on the h
 follow each other before their tokens are read. The host has a mirror of what the tensors hold,
 which it advances without reading, and writes what has changed otherwise: at admissions,
 compactions and departures.
+
+The tokens of two steps have a place: those of one are read while the next, which follows it on the
+device, is computed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +26,7 @@ from kvpolicy.attention.draw import SamplingColumns, SamplingNumbers, columns_of
 from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.layouts.base import LayerCache
 from kvpolicy.cache.rings import LAST_STATES, StateRing, put_states
-from kvpolicy.devices import upload
+from kvpolicy.devices import Download, upload
 from kvpolicy.errors import KVPolicyError
 
 # In a mirror: what the tensor holds is not known.
@@ -54,20 +57,27 @@ class _Mirrored:
     """A tensor of numbers of the slots, and what the host knows of it.
 
     Attributes:
-        tensor: ``[S, ...]``, int64, on the device.
-        known: Its contents, `_UNKNOWN` where they are not known.
+        tensor: ``[S]`` or ``[S, layers, H_kv]``, int64, on the device; equal in all heads.
+        known: Its contents, ``[S]`` or ``[layers, S]``, `_UNKNOWN` where they are not known.
     """
 
-    def __init__(self, device: torch.device, *size: int) -> None:
-        self.tensor = torch.zeros(size, dtype=torch.int64, device=device)
-        self.known = np.full(size, _UNKNOWN, dtype=np.int64)
+    def __init__(self, device: torch.device, num_slots: int, *per_slot: int) -> None:
+        self.tensor = torch.zeros(num_slots, *per_slot, dtype=torch.int64, device=device)
+        self.known = np.full((*per_slot[:1], num_slots), _UNKNOWN, dtype=np.int64)
 
     def set(self, values: np.ndarray) -> None:
-        """Write the numbers of the first slots, ``[W, ...]``, unless they are there already."""
-        known = self.known[: len(values)]
-        if not np.array_equal(known, values):
-            self.tensor[: len(values)] = upload(values, self.tensor.device)
-            known[...] = values
+        """Write the numbers of the first slots, ``[W]`` or ``[layers, W]``, where they differ."""
+        width = values.shape[-1]
+        known = self.known[..., :width]
+        differs = known != values
+        if not differs.any():
+            return
+        slots = np.flatnonzero(differs if differs.ndim == 1 else differs.any(axis=0))
+        known[...] = values
+        device = self.tensor.device
+        new = upload(values[..., slots].T, device)
+        index = slice(width) if len(slots) == width else upload(slots, device)
+        self.tensor[index] = new if values.ndim == 1 else new[..., None]
 
 
 def width_for(num_slots: int, most: int) -> int:
@@ -89,14 +99,13 @@ class StaticStep:
         rows: Rows held, ``[S, layers, H_kv]``, int64; where heads share the rows of a layer, those
             of a head in the mean, see `kvpolicy.cache.layouts.segments`.
         drawn_by: The sampling columns that the slots need; with others a step is another one.
-        tokens: Tokens of the steps since `begin`, ``[steps, S]``, int64.
+        tokens: Tokens of the newest two steps, ``[2, S]``, int64.
         rings: What keeps states of the steps.
     """
 
     def __init__(
         self,
         cache: KVCache,
-        max_steps: int = 1,
         rings: Iterable[StateRing] = (),
         *,
         in_graph: bool = False,
@@ -106,7 +115,6 @@ class StaticStep:
 
         Args:
             cache: The KV cache.
-            max_steps: The most steps whose tokens are read together.
             rings: Keep states of the steps.
             in_graph: Whether a step must not read anything on the host, because it is compiled;
                 always so on a GPU.
@@ -136,8 +144,10 @@ class StaticStep:
         self.token_ids, self.seq_len = self._token_ids.tensor, self._seq_len.tensor
         self.rows = self._rows.tensor
         self.live = torch.zeros(num_slots, dtype=torch.bool, device=device)
-        self.tokens = torch.zeros(max_steps, num_slots, dtype=torch.int64, device=device)
-        self._num_steps = torch.zeros(1, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(2, num_slots, dtype=torch.int64, device=device)
+        self._num_steps = torch.zeros(1, dtype=torch.int64, device=device)  # that follow each other
+        self._place = 0  # of the tokens of the step under way
+        self._num_live = 0  # the first slots, if only these take part
         capacity = np.where(cache.slides, cache.capacity, np.iinfo(np.int64).max)
         self._most_rows = upload(capacity, device)[:, None]
         self._continuations: list[Continuation] = []
@@ -169,32 +179,39 @@ class StaticStep:
 
     def begin(
         self,
-        token_ids: Sequence[int],
-        continuations: Sequence[Continuation],
+        token_ids: Sequence[int] | None,
+        continuations: Sequence[Continuation] | None,
         taken: Sequence[Sequence[int]] = (),
     ) -> None:
         """Take over what the host knows of the first slots.
 
         Args:
-            token_ids: Their newest tokens.
-            continuations: How they are continued.
+            token_ids: Their newest tokens; ``None``: those that the step before has drawn for the
+                same slots, which take part unless they have their last token.
+            continuations: How they are continued; ``None``: as before.
             taken: For each ring, the tokens of each sequence whose states were taken.
         """
-        cache, served = self.cache, len(token_ids)
-        self.num_served = served
+        cache = self.cache
+        served = self.num_served if token_ids is None else len(token_ids)
         width = width_for(served, cache.num_slots) if self._padded else served
         self._serve(width)
         empty = [0] * (width - served)
-        self._token_ids.set(np.array([*token_ids, *empty], dtype=np.int64))
+        if token_ids is None:
+            self._place = 1 - self._place
+            self._token_ids.known[:width] = _UNKNOWN
+        else:
+            self._place, self.num_served = 0, served
+            self._num_steps.zero_()
+            self._token_ids.set(np.array([*token_ids, *empty], dtype=np.int64))
+            if self._num_live != served:
+                self.live.zero_()[:served] = True
+                self._num_live = served
         self._seq_len.set(cache.seq_len[:width])
         for mirrored, numbers in zip(self._taken, taken, strict=True):
             mirrored.set(np.array([*numbers, *empty], dtype=np.int64))
-        rows = cache.rows.T[:width, :, None]
-        self._rows.set(np.broadcast_to(rows, (*rows.shape[:2], self._rows.known.shape[2])))
-        if self._continuations != continuations:
+        self._rows.set(cache.rows[:, :width])
+        if continuations is not None and self._continuations != continuations:
             self._continue(list(continuations))
-        self.live.zero_()[:served] = True
-        self._num_steps.zero_()
 
     def attend(
         self,
@@ -288,32 +305,48 @@ class StaticStep:
         stops = (self._stop_ids[:width] == drawn[:, None]).any(dim=1) | (drawn < 0)
         live &= ~(stops | (seq_len + 1 >= self._max_len[:width]))
 
-    def read(self, num_steps: int) -> list[list[int]]:
-        """Tokens of the steps since `begin`, of each slot: the one wait for the device.
+    @property
+    def newest_tokens(self) -> Tensor:
+        """Tokens of the step, of each slot, ``[num_served]``."""
+        return self.tokens[self._place, : self.num_served]
+
+    def drawn(self) -> Download:
+        """Tokens of the step, of each slot, on their way to the host.
 
         After its last token a slot has tokens of no meaning.
         """
-        tokens: list[list[int]] = self.tokens[:num_steps, : self.num_served].tolist()
-        return tokens
+        return Download(self.newest_tokens)
 
-    def count(
-        self, num_new: Sequence[int], token_ids: Sequence[int], goes_on: Sequence[bool]
-    ) -> None:
-        """Advance the mirror by what the host has taken over from the steps since `begin`.
+    def count(self, takes_part: Sequence[bool]) -> None:
+        """Count the rows of the step, and advance the mirror by them.
 
         Args:
-            num_new: New tokens of each slot; fewer than there were steps if it has ended.
+            takes_part: Whether the sequence of a slot goes on with the step. The device may not
+                know that one has ended before.
+        """
+        cache, width = self.cache, self.num_served
+        all_take_part = all(takes_part)
+        cache.count(range(width), 1 if all_take_part else np.array(takes_part, dtype=np.int64))
+        self._seq_len.known[:width] = cache.seq_len[:width]
+        self._rows.known[:, :width] = cache.rows[:, :width]
+        self._forget_ended(takes_part)
+
+    def note_tokens(self, token_ids: Sequence[int], goes_on: Sequence[bool]) -> None:
+        """Note what the host has read of the step, if no other has followed.
+
+        Args:
             token_ids: The newest token of each slot.
             goes_on: Whether its sequence goes on. The device may not know that one has ended.
         """
-        cache, width = self.cache, self.num_served
-        cache.count(range(width), np.array(num_new, dtype=np.int64))
-        self._token_ids.known[:width] = token_ids
-        self._seq_len.known[:width] = cache.seq_len[:width]
-        self._rows.known[:width] = cache.rows.T[:width, :, None]
-        ended = ~np.array(goes_on)
-        for mirrored in (self._token_ids, self._seq_len, self._rows):
-            mirrored.known[:width][ended] = _UNKNOWN
+        self._token_ids.known[: self.num_served] = token_ids
+        self._forget_ended(goes_on)
+
+    def _forget_ended(self, goes_on: Sequence[bool]) -> None:
+        if not all(goes_on):
+            ended = np.flatnonzero(~np.array(goes_on, dtype=bool))
+            for mirrored in (self._token_ids, self._seq_len, self._rows):
+                mirrored.known[..., ended] = _UNKNOWN
+            self._num_live = 0
 
     def _continue(self, continuations: list[Continuation]) -> None:
         """Write how the sequences are continued."""

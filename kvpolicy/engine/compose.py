@@ -54,8 +54,8 @@ def core_of(
         num_slots: The most sequences.
         longest: Tokens of the longest sequence.
         longest_prompt: Tokens of the longest prompt, if they are known to be fewer.
-        max_steps: The most static decode steps whose tokens are read together; 0: decode steps are
-            not static.
+        max_steps: The most static decode steps that are launched before the tokens of the first
+            of them are read; 0: decode steps are not static.
         compiled: Runs static steps instead of the model as it is.
         errors: Isolates errors of hooks; ``None``: as the engine does.
         prefixes: What is bound of a prefix store; ``None``: nothing is reused.
@@ -101,7 +101,6 @@ def core_of(
     if max_steps:
         static = StaticStep(
             cache,
-            max_steps,
             [one.ring for one in keepers if one.ring is not None],
             in_graph=compiled is not None,
             padded=adapter.device.type == "cuda" and problem is None,

@@ -1,5 +1,7 @@
 """The core: what the engine's loop and a `PolicyCache` share, and the two halves of a step."""
 
+from itertools import compress
+
 import attrs
 
 from kvpolicy.cache.kv_cache import KVCache
@@ -32,7 +34,12 @@ class Core:
         """Run a step; its rows are provisional."""
         for one in self.extensions:
             one.before(step)
+        step.checks = self.evictor.take_checks()
         return self.runner.run(step)
+
+    def count(self, step: Step) -> None:
+        """Count the rows of a static step whose tokens are read after the next step is launched."""
+        self.runner.count(step)
 
     def commit(self, step: Step, output: Output, drawn: Drawn) -> None:
         """Make what a step has computed a fact: tokens and rows.
@@ -40,18 +47,24 @@ class Core:
         If a policy has failed in the forward, its sequences end, and only the decode steps before
         the failure count.
         """
-        self.evictor.settle()
+        left = [seq.finish_reason is None for seq in step.sequences]
+        if step.checks is not None:
+            step.checks.settle()
         if not step.is_decode:
             for seq, largest in zip(step.sequences, output.logits.amax(dim=1), strict=True):
                 seq.largest = largest
         pairs = zip(step.sequences, drawn.tokens, strict=True)
         num_new = [seq.take(tokens) for seq, tokens in pairs]
+        self.evictor.take_back()
         self.runner.commit(step, output, drawn, num_new)
         step.steer = step.annotating = None  # they refer to the step
         if step.error is not None:
             for seq in step.sequences:
                 seq.fail(step.error)
-            if not output.drawn:
+            if output.drawn is None:
                 return
+        if not all(left):  # they have ended since it was launched, and their slots are empty
+            step = attrs.evolve(step, sequences=list(compress(step.sequences, left)))
+            drawn = Drawn(list(compress(drawn.tokens, left)))
         for one in self.extensions:
             one.after(step, output, drawn)

@@ -40,6 +40,11 @@ class Costs:
         self._num_chunks += not step.is_decode
         yield from self._counted(step.sequences, is_decode=step.is_decode)
 
+    @contextmanager
+    def of_reading(self, step: Step) -> abc.Iterator[None]:
+        """Count the seconds of a block in which the tokens of a step are read."""
+        yield from self._counted(step.sequences, is_decode=step.is_decode)
+
     def _counted(self, sequences: abc.Iterable[Sequence], *, is_decode: bool) -> abc.Iterator[None]:
         start = self._clock()
         if is_decode:
@@ -53,16 +58,17 @@ class Costs:
         for seq in sequences:
             seq.prefill_s += elapsed
 
-    def note_tokens(self, seq: Sequence, num_new: int) -> None:
-        """Count new tokens of a sequence, and how long it waited while prompts were brought in."""
+    def note_tokens(self, sequences: abc.Iterable[Sequence], num_new: int) -> None:
+        """Count new tokens of sequences, and how long they waited while prompts came in."""
         self.report.new_tokens += num_new
-        now = self._clock()
-        if seq.newest_after < self._num_chunks:
-            if seq.newest_at:
-                gap = now - seq.newest_at
-                self.report.longest_gap_s = max(self.report.longest_gap_s, gap)
-            seq.newest_after = self._num_chunks
-        seq.newest_at = now
+        now, num_chunks = self._clock(), self._num_chunks
+        for seq in sequences:
+            if seq.newest_after < num_chunks:
+                if seq.newest_at:
+                    gap = now - seq.newest_at
+                    self.report.longest_gap_s = max(self.report.longest_gap_s, gap)
+                seq.newest_after = num_chunks
+            seq.newest_at = now
 
     def add(self, result: Result) -> None:
         """Count a finished request."""

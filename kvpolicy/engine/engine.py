@@ -36,6 +36,7 @@ from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.sampler import ChooseTokens, Sampler
 from kvpolicy.engine.scheduler import Scheduler
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
+from kvpolicy.engine.step import Output, Step
 from kvpolicy.errors import KVPolicyError, ModelError, RequestError, SnapshotError
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.generation_config import GenerationRules
@@ -45,7 +46,7 @@ from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import ResolvedPlan
 
 DEFAULT_SLOTS = 8
-DEFAULT_STEPS_PER_READ = 8  # on a GPU
+DEFAULT_STEPS_PER_READ = 2  # on a GPU
 DEFAULT_NEW_TOKENS = 256
 
 
@@ -59,7 +60,8 @@ class Engine(BoundPlan):
         num_slots: Sequences that are decoded together.
         compiled: Runs static steps, if they are compiled.
         weights: The packed weights of the model, if it has any.
-        steps_per_read: The most static decode steps whose tokens are read together.
+        steps_per_read: The most static decode steps that are launched before the tokens of the
+            first of them are read.
         prefix_store: Keeps parts of sequences, if there is one.
         prefixes: What finds and stores them, bound to this engine.
     """
@@ -107,10 +109,11 @@ class Engine(BoundPlan):
                 a CPU, with products that differ by rounding. The plain weights stay in memory
                 beside the packed ones, since the model is left as it is; to release them, give
                 ``packed_model(model, release=True)`` for the model instead.
-            steps_per_read: The most static decode steps that follow each other before their
-                tokens are read. Stop strings, cancelling and new requests take effect when they
-                are; results are the same. ``None``: 8 on a GPU, where reading is a wait, and 1 on
-                a CPU.
+            steps_per_read: The most static decode steps that are launched before the tokens of the
+                first of them are read. With 2 or more, the next step is launched before the tokens
+                of the last are looked at, so that a GPU does not wait for the host; more than 2
+                are never launched. Stop strings, cancelling and new requests take effect when
+                tokens are read; results are the same. ``None``: 2 on a GPU, and 1 on a CPU.
             prefix_store: A `PrefixStore`, which keeps rows of prompts and of conversations for
                 requests that begin with the same tokens; these compute the rest only. ``None``:
                 nothing is reused.
@@ -332,8 +335,7 @@ class Run:
                 force sequences along given tokens, to measure the model there.
             limits: What is accepted later; ``None``: nothing.
             takes_turns: See `Scheduler`; always so if requests may come later.
-            steps_per_read: The most static decode steps whose tokens are read together; ``None``:
-                as the engine says.
+            steps_per_read: See `Engine`; ``None``: as the engine says.
             on_hook_error: What happens if a policy fails, see `Engine`; ``None``: as there.
             clock: Tells the time in seconds by which deadlines are checked.
         """
@@ -343,6 +345,7 @@ class Run:
         self._new_tokens: list[tuple[int, int]] = []
         self._new_logprobs: dict[int, list[TokenLogprobs]] = {}
         self._results: list[Result] = []
+        self._unread: tuple[Step, Output] | None = None  # launched, and its tokens were not read
         self._broken_by: BaseException | None = None
         self._started: float | None = None
         self._compiled_before = engine.compile_s
@@ -414,18 +417,46 @@ class Run:
 
     @torch.no_grad()
     def _advance(self) -> None:
-        """Admit, evict, schedule, run, sample, commit, finish."""
+        """Admit, evict, schedule, run, sample, commit, finish.
+
+        Where a step may run ahead, it is the step before it that the last three words are about.
+        """
         core, scheduler, costs = self.core, self.scheduler, self._costs
+        scheduler.take_in()
+        if scheduler.is_interrupted:
+            self.catch_up()
         changed = scheduler.admit()
         with costs.of_eviction():
             core.evictor.evict(changed)
-        step = scheduler.schedule()
+        before = self._unread
+        step = scheduler.schedule(None if before is None else before[0])
         if step is not None:
             with costs.of_step(step):
                 output = core.run(step)
+        self._read()
+        if step is not None:
+            self._unread = step, output
+            if scheduler.runs_ahead(step):
+                core.count(step)
+            else:
+                self._read()
+        self._finish_ended()
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Read the tokens of a step that was launched, if they were not read."""
+        self._read()
+        self._finish_ended()
+
+    def _read(self) -> None:
+        if self._unread is not None:
+            (step, output), self._unread = self._unread, None
+            with self._costs.of_reading(step):
                 drawn = self._sampler.sample(step, output)
-                core.commit(step, output, drawn)
-        for seq in scheduler.finish():
+                self.core.commit(step, output, drawn)
+
+    def _finish_ended(self) -> None:
+        for seq in self.scheduler.finish():
             self._finish(seq)
 
     def step(self) -> Events:
@@ -451,8 +482,7 @@ class Run:
             for seq in self.scheduler.take_ended():
                 self._finish(seq)
             raise
-        for seq in self.active:
-            self._tell(seq)
+        self._tell(self.active)
         self._costs.report.elapsed_s = time.perf_counter() - self._started
         return self._take_events()
 
@@ -463,17 +493,20 @@ class Run:
         self._new_tokens, self._results, self._new_logprobs = [], [], {}
         return events
 
-    def _tell(self, seq: Sequence) -> None:
-        """Note the tokens of a sequence that were not told of."""
-        if new := seq.tokens[seq.num_told :]:
-            self._new_tokens += [(seq.id, token) for token in new]
-            if logprobs := seq.logprobs[seq.num_told - seq.num_before :]:
-                self._new_logprobs[seq.id] = logprobs
-            self._costs.note_tokens(seq, len(new))
-            seq.num_told += len(new)
+    def _tell(self, sequences: abc.Iterable[Sequence]) -> None:
+        """Note the tokens of sequences that were not told of."""
+        told_of, num_before = self._new_tokens, len(self._new_tokens)
+        new = [seq for seq in sequences if len(seq.tokens) > seq.num_told]
+        for seq in new:
+            for token in seq.tokens[seq.num_told :]:
+                told_of.append((seq.id, token))
+            if seq.logprobs and (own := seq.logprobs[seq.num_told - seq.num_before :]):
+                self._new_logprobs[seq.id] = own
+            seq.num_told = len(seq.tokens)
+        self._costs.note_tokens(new, len(told_of) - num_before)
 
     def _finish(self, seq: Sequence) -> None:
-        self._tell(seq)
+        self._tell([seq])
         self._emit(seq.result())
 
     def _emit(self, result: Result) -> None:
@@ -611,6 +644,7 @@ class Run:
             SnapshotError: If the request has not begun or has ended, or sequences of this engine
                 cannot be copied.
         """
+        self.catch_up()
         found = [seq for seq in self.active if seq.id == request_id]
         has_slot = bool(found)
         if not has_slot or not self.cache.seq_len[found[0].slot]:
@@ -662,6 +696,7 @@ class Run:
         """
         self._queue.close(error)
         # Wherever the step has left them: a request may have left the queue and have no slot yet.
+        self._unread = None
         for seq in self._queue.open_sequences():
             seq.fail(error)
             self._finish(seq)

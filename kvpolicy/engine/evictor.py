@@ -29,7 +29,7 @@ from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.errors import HookError, HookResultError
 from kvpolicy.hooks.checks import evict_check
-from kvpolicy.hooks.late_checks import Concerned, LateChecks, settle
+from kvpolicy.hooks.late_checks import Concerned, LateChecks, Unsettled
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
 from kvpolicy.plan.resolved import LayerPlan
@@ -88,12 +88,18 @@ class Evictor:
         self.call_bytes = _CPU_CALL_BYTES if on_cpu else _GPU_CALL_BYTES
         self.defers = not on_cpu
         self._late: list[LateChecks] = []
+        self._ahead: dict[Sequence, np.ndarray] = {}  # see `take_back`
         self._asked_due = [
             layer_idx
             for layer_idx, (layer, stack) in enumerate(zip(layers, stacks, strict=True))
             if layer.budget is not None and stack.implements("due")
         ]
         self._budgets = np.array([layer.budget or np.inf for layer in layers])[:, None]
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a listener receives the hook calls."""
+        return any(stack.is_recorded for stack in dict.fromkeys(self._stacks))
 
     @property
     def asks_due(self) -> bool:
@@ -110,20 +116,24 @@ class Evictor:
             HookError: If a policy raises.
             HookResultError: If a policy's answer breaks the contract.
         """
-        cache = self._cache
+        cache, self._ahead = self._cache, {}
         # What was looked at and has seen no token since is not due.
+        slots = [seq.slot for seq in sequences]
+        seq_len = cache.seq_len[slots].tolist()
         new = [
             seq
-            for seq in sequences
-            if seq.finish_reason is None and seq.looked_at != int(cache.seq_len[seq.slot])
+            for seq, seen in zip(sequences, seq_len, strict=True)
+            if seq.looked_at != seen and seq.finish_reason is None
         ]
-        slots = [seq.slot for seq in new]
-        for seq, seen in zip(new, cache.seq_len[slots].tolist(), strict=True):
+        if len(new) < len(slots):
+            slots = [seq.slot for seq in new]
+        for seq, seen in zip(sequences, seq_len, strict=True):
             seq.looked_at = seen
         due = cache.full(slots)  # [layers, sequences]
-        if not new or not (self._asked_due or due.any()):
+        if self._asked_due and new:
+            self._ask_due(due, new, slots)
+        if not due.any():
             return
-        self._ask_due(due, new, slots)
         budgets = self._budgets - cache.num_reserved[:, slots]
         due &= cache.num_candidates(slots) > budgets
         due &= np.array([seq.finish_reason is None for seq in new])
@@ -149,9 +159,14 @@ class Evictor:
             for layer_idx, index in np.argwhere(due).tolist()
         )
         num_evicted = before - cache.rows
-        for seq in new:
-            seq.rows_evicted += int(num_evicted[:, seq.slot].sum())
+        for seq, num_rows in zip(new, num_evicted.sum(axis=0)[slots].tolist(), strict=True):
+            seq.rows_evicted += num_rows
         self.num_compactions += int(np.count_nonzero(num_evicted))
+        for index in np.flatnonzero(due.any(axis=0)).tolist():
+            seq = new[index]
+            # Its newest token, which it has not seen, is not read yet.
+            if seq.finish_reason is None and seq.num_tokens == seq.looked_at:
+                self._ahead[seq] = num_evicted[:, seq.slot]
 
     def compact(self, due: abc.Iterable[DueSlot]) -> None:
         """Compact slots.
@@ -164,32 +179,60 @@ class Evictor:
             HookError: If a policy raises.
             HookResultError: If a policy's answer breaks the contract.
         """
-        groups: dict[object, list[DueSlot]] = defaultdict(list)
-        candidates = self._cache.num_candidates(slice(None))
-        for one in due:
-            num_rows = int(candidates[one.layer_idx, one.slot])
+        due = list(due)
+        if not due:
+            return
+        layers, slots = [one.layer_idx for one in due], [one.slot for one in due]
+        candidates = self._cache.num_candidates(slice(None))[layers, slots].tolist()
+        fullest = self._cache.fullest(layers, slots).tolist()
+        seq_len = self._cache.seq_len[slots].tolist()
+        treated: dict[int, tuple[object, int]] = {}  # of each layer
+        groups: dict[tuple[object, int], list[DueSlot]] = defaultdict(list)
+        for one, num_rows, most, seen in zip(due, candidates, fullest, seq_len, strict=True):
             if num_rows > one.budget:
+                if one.layer_idx not in treated:
+                    treated[one.layer_idx] = self._call_key(one), one.stack.window_size
+                key, window_size = treated[one.layer_idx]
                 # Hooks see no padding: sequences with equally many rows and stored queries are
                 # compacted together.
-                num_queries = min(int(self._cache.seq_len[one.slot]), one.stack.window_size)
-                alike = num_rows, self._most_rows(one), num_queries, self._extensions.together(one)
-                groups[self._call_key(one), one.budget, *alike].append(one)
-        for group in groups.values():
-            for call in self._calls(group):
+                alike = num_rows, min(seen, window_size), self._extensions.together(one)
+                groups[(key, one.budget, *alike), most].append(one)
+        for (_, most), group in groups.items():
+            for call in self._calls(group, most):
                 self._compact(call)
 
-    def settle(self) -> None:
-        """Check the values of answers that were not checked at once; reads the device once.
+    def take_checks(self) -> Unsettled | None:
+        """The answers whose values were not checked at once; ``None``: there are none.
 
-        To be called where results are read anyway, before tokens are appended: those of a
-        sequence whose rows were chosen wrongly are of no meaning.
+        They are settled where the tokens of the step are read that follows, before these are
+        appended: those of a sequence whose rows were chosen wrongly are of no meaning.
+        """
+        if not self._late:
+            return None
+        late, self._late = self._late, []
+        return Unsettled(late)
+
+    def settle(self) -> None:
+        """Check these answers now; waits for the device.
 
         Raises:
             HookResultError: If a policy's answer breaks the contract.
         """
-        if self._late:
-            late, self._late = self._late, []
-            settle(late)
+        if (checks := self.take_checks()) is not None:
+            checks.settle()
+
+    def take_back(self) -> None:
+        """Count nothing of the last eviction for sequences that turn out to have ended before it.
+
+        So it is where their tokens are read after it, see `Scheduler.runs_ahead`. The rows are of
+        slots that are emptied next.
+        """
+        for seq, num_rows in self._ahead.items():
+            if seq.finish_reason is not None:
+                seq.compactions -= 1
+                seq.rows_evicted -= int(num_rows.sum())
+                self.num_compactions -= int(np.count_nonzero(num_rows))
+        self._ahead = {}
 
     def note_peak(self, seq: Sequence) -> None:
         """Update the peaks of a sequence.
@@ -255,15 +298,10 @@ class Evictor:
         alike = layer.softmax.softcap, id(layer.softmax.sinks)
         return id(layer.arena), id(due.stack), alike
 
-    def _most_rows(self, due: DueSlot) -> int:
-        """Rows of the fullest KV head that hooks see."""
-        return int(self._cache.fullest(due.layer_idx, [due.slot])[0])
-
-    def _calls(self, group: list[DueSlot]) -> abc.Iterator[list[DueSlot]]:
-        """Divide a group between layers, so that no call is too large."""
-        first = group[0]
-        row_bytes = self._cache.layers[first.layer_idx].shape.row_bytes
-        most = self.call_bytes // (self._most_rows(first) * row_bytes)
+    def _calls(self, group: list[DueSlot], num_rows: int) -> abc.Iterator[list[DueSlot]]:
+        """Divide a group between layers, so that no call is too large; a head has so many rows."""
+        row_bytes = self._cache.layers[group[0].layer_idx].shape.row_bytes
+        most = self.call_bytes // (num_rows * row_bytes)
         call: list[DueSlot] = []
         for layer in _by_layer(group):
             if call and len(call) + len(layer) > most:

@@ -15,7 +15,7 @@ from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.step import Drawn, Output, Step
 from kvpolicy.model.adapter import ModelAdapter
-from kvpolicy.model.forward_input import ForwardInput
+from kvpolicy.model.forward_input import ForwardInput, under_way
 from kvpolicy.model.graphs import GraphRunner
 from kvpolicy.model.static_forward import Compiled, StaticForward, static_forward
 
@@ -24,8 +24,8 @@ class Runner:
     """Runs the steps of one cache.
 
     Attributes:
-        max_steps: The most static decode steps whose tokens are read together; 0: decode steps are
-            not static.
+        max_steps: The most static decode steps that are launched before the tokens of the first
+            of them are read; 0: decode steps are not static.
         static: The static decode step of the cache; ``None``: decode steps run eagerly.
         as_it_is: Runs a static step without graphs.
         graphs: Replays static steps, on a GPU; ``None``: they run as they are.
@@ -59,6 +59,8 @@ class Runner:
         self._adapter, self._cache, self.static = adapter, cache, static
         self._compiled, self._graph_problem = compiled, graph_problem
         self._num_taken = num_taken
+        self._newest: Step | None = None  # of the static ones
+        self._answer: tuple[Tensor, Tensor | None]  # logits and states of the newest
         self.as_it_is: StaticForward = compiled or static_forward
         self._on_gpu = adapter.device.type == "cuda"
         self.graphs: GraphRunner | None = None
@@ -90,6 +92,12 @@ class Runner:
             return self._run_static(step, self.static)
         return self._run_eagerly(step)
 
+    def count(self, step: Step) -> None:
+        """Count the rows of a static step before its tokens are read."""
+        assert self.static is not None
+        self.static.count([seq.finish_reason is None for seq in step.sequences])
+        step.is_counted = True
+
     def commit(self, step: Step, output: Output, drawn: Drawn, num_new: abc.Sequence[int]) -> None:
         """Count the new rows of a step; none of a forward in which a policy has failed.
 
@@ -106,8 +114,11 @@ class Runner:
         if not step.draws and step.error is None:
             tokens = torch.tensor([token for (token,) in drawn.tokens], device=output.logits.device)
             static.finish(output.logits, output.states, tokens)
-        goes_on = [seq.finish_reason is None and step.error is None for seq in step.sequences]
-        static.count(num_new, [seq.tokens[-1] for seq in step.sequences], goes_on)
+        if not step.is_counted:
+            static.count([num > 0 for num in num_new])
+        if step is self._newest:
+            goes_on = [seq.finish_reason is None and step.error is None for seq in step.sequences]
+            static.note_tokens([seq.tokens[-1] for seq in step.sequences], goes_on)
 
     def _run_eagerly(self, step: Step) -> Output:
         layout = EagerStep(self._cache, step.slots, step.lengths, step.totals)
@@ -129,9 +140,10 @@ class Runner:
     def begin_static(self, step: Step, static: StaticStep) -> ForwardInput:
         """Have the static step take over what a step is about; the input of its forwards."""
         sequences = step.sequences
+        self._newest = step
         static.begin(
-            [tokens[-1] for tokens in step.tokens],
-            [seq.continuation for seq in sequences],
+            None if step.follows else [tokens[-1] for tokens in step.tokens],
+            None if step.follows else [seq.continuation for seq in sequences],
             [[of(seq) for seq in sequences] for of in self._num_taken],
         )
         step.newest = static.token_ids[: static.num_served]
@@ -146,18 +158,17 @@ class Runner:
         )
 
     def _run_static(self, step: Step, static: StaticStep) -> Output:
-        given, sequences = self.begin_static(step, static), step.sequences
-        num_done, logits = 0, torch.empty(0)
-        states: Tensor | None = None
-        for _ in range(step.repeats):
-            logits, states = self._adapter.forward(given)
-            if step.error is not None:  # what was captured lacks the work that has failed
-                if self.graphs is not None:
-                    self.graphs.forget()
-                break
-            if step.draws:
-                for show in step.on_drawn:
-                    show(sequences, logits, static.tokens[num_done])
-            num_done += 1
-        drawn = static.read(num_done) if step.draws else None
-        return Output(logits, states, None, static, drawn)
+        given = self.begin_static(step, static)
+        if step.follows and self.graphs is not None and self.graphs.newest is not None:
+            with torch.inference_mode(), under_way(given):
+                self.graphs.newest.replay()
+            logits, states = self._answer
+        else:
+            logits, states = self._answer = self._adapter.forward(given)
+        if step.error is not None:
+            if self.graphs is not None:  # what was captured lacks the work that has failed
+                self.graphs.forget()
+            return Output(logits, states, None, static)
+        for show in step.on_drawn if step.draws else ():
+            show(step.sequences, logits, static.newest_tokens)
+        return Output(logits, states, None, static, static.drawn() if step.draws else None)

@@ -31,8 +31,7 @@ class Sampler:
     def sample(self, step: Step, output: Output) -> Drawn:
         """The next tokens of the sequences that a step completes."""
         if output.drawn is not None:
-            of_each = range(len(step.sequences))
-            return Drawn([[tokens[place] for tokens in output.drawn] for place in of_each])
+            return Drawn([[token] for token in output.drawn.read().tolist()])
         tokens: list[list[int]] = [[] for _ in step.sequences]
         places = [place for place, is_last in enumerate(step.completes) if is_last]
         if places and step.error is None:

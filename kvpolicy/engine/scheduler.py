@@ -1,6 +1,7 @@
 """The scheduler: requests in, steps out; what sequences have become, results out."""
 
 from collections import abc, deque
+from operator import attrgetter
 
 from kvpolicy.engine.core import Core
 from kvpolicy.engine.costs import Costs
@@ -15,6 +16,8 @@ from kvpolicy.hooks.stack import Stack
 # Pads that a forward may have in any case: computing them is faster than another forward. More
 # must be a small part of it.
 FEW_PADS = 256
+
+_FINISH_REASON = attrgetter("finish_reason")
 
 
 class Scheduler:
@@ -64,9 +67,37 @@ class Scheduler:
         self._groups: deque[list[Sequence]] = deque()  # whose prompts are not all in
         self._group: list[Sequence] = []  # whose turn it is
         self._was_prompt = False
+        self._ends = False  # whether any request may end now
         self._changed: list[Sequence] = []  # by the last step, or as they were given slots
         self.num_prompt_tokens = 0
         self._ended: list[Sequence] = []
+
+    def take_in(self) -> None:
+        """Take over what has come: requests, and cancellations."""
+        self._ends = self.queue.take_in()
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether something has come that changes who is decoded next."""
+        return self._ends or bool(self.queue.waiting and self.slots.num_free)
+
+    def runs_ahead(self, step: Step) -> bool:
+        """Whether the next step may be launched before the tokens of this one are read.
+
+        The next one is for the same sequences then. If one of these turns out to have ended with
+        this step, by its token or a stop string, what was launched for it does not count.
+        """
+        core, sequences = self._core, step.sequences
+        if core.runner.max_steps < 2 or not step.draws or step.error is not None:
+            return False
+        if len(sequences) < len(self.slots.active):  # prompts of the others are to go on
+            return False
+        # The last token that a sequence may have ends it.
+        if step.num_left < 2 or _have_ended(sequences):
+            return False
+        if core.evictor.asks_due or core.evictor.is_recorded:
+            return False
+        return core.extensions.repeats(sequences) > 1
 
     def admit(self) -> list[Sequence]:
         """End what was cancelled, and give free slots to waiting requests.
@@ -83,17 +114,23 @@ class Scheduler:
                 with self._costs.of_admission():
                     for one in self._core.extensions:
                         one.advance(self._chunks.unfinished(self._group))
-        changed, self._changed = [*self._changed, *self._group], []
-        return _going_on(dict.fromkeys(changed))
+        changed, self._changed = self._changed, []
+        return _going_on(dict.fromkeys([*changed, *self._group]) if self._group else changed)
 
-    def schedule(self) -> Step | None:
-        """The next step: a chunk of each prompt of a group, or a decode step; ``None``: neither."""
+    def schedule(self, unread: Step | None = None) -> Step | None:
+        """The next step: a chunk of each prompt of a group, or a decode step; ``None``: neither.
+
+        Args:
+            unread: The step before, if its tokens are not read; see `runs_ahead`.
+        """
         self._was_prompt = bool(self._group)
         step = None
         if self._group:
             step = self._chunks.step(self._group)
-        elif self.decodable:
-            step = self._decode_step()
+        elif unread is not None:
+            step = following(unread)
+        elif decodable := self.decodable:
+            step = self._decode_step(decodable)
         self._changed = [] if step is None else [*step.sequences]
         return step
 
@@ -123,7 +160,7 @@ class Scheduler:
     def _end_requests(self) -> None:
         """Take over new requests, and end those that were cancelled or whose time is up."""
         queue = self.queue
-        if not queue.take_in():
+        if not self._ends:
             return
         self._ended += queue.pop_ended()
         for seq in _going_on(self.slots.active):
@@ -132,7 +169,10 @@ class Scheduler:
         queue.forget_ends()
 
     def _release(self) -> None:
-        for seq in self.slots.active:
+        active = self.slots.active
+        if not (_have_ended(active) or _have_ended(self._changed)):
+            return
+        for seq in active:
             if seq.finish_reason is not None:
                 self._core.evictor.note_peak(seq)
                 for one in self._core.extensions:
@@ -196,27 +236,14 @@ class Scheduler:
                 self.slots.place(admitted[-1][-1])
         return admitted
 
-    def _decode_step(self) -> Step:
+    def _decode_step(self, decodable: list[Sequence]) -> Step:
         """The newest token of every sequence whose prompt is in."""
-        sequences = self.slots.pack(self.decodable)
+        sequences = self.slots.pack(decodable)
         step = decode_step(sequences)
         step.is_static = self._core.runner.is_static
-        if step.is_static:
-            step.draws = not self._sampler.reads_tokens(sequences)
-            step.repeats = self._repeats(sequences) if step.draws else 1
+        step.draws = step.is_static and not self._sampler.reads_tokens(sequences)
+        step.num_left = min(seq.max_new_tokens - len(seq.tokens) for seq in sequences)
         return step
-
-    def _repeats(self, sequences: abc.Sequence[Sequence]) -> int:
-        """Static steps that can follow each other before their tokens are read.
-
-        Until then nothing is due, and no policy is asked what is.
-        """
-        most = self._core.runner.max_steps
-        if most == 1 or self._core.evictor.asks_due or len(sequences) < len(self.slots.active):
-            return 1  # prompts of the others are to go on
-        free = int(self._core.cache.num_free_rows([seq.slot for seq in sequences]).min())
-        needed = max(seq.max_len - seq.num_tokens for seq in sequences)
-        return min(most, free, needed, self._core.extensions.repeats(sequences))
 
 
 class Chunks:
@@ -289,6 +316,11 @@ def _going_on(sequences: abc.Iterable[Sequence]) -> list[Sequence]:
     return [seq for seq in sequences if seq.finish_reason is None]
 
 
+def _have_ended(sequences: abc.Iterable[Sequence]) -> bool:
+    """Whether any of them has ended."""
+    return any(map(_FINISH_REASON, sequences))
+
+
 def decode_step(sequences: list[Sequence]) -> Step:
     """A step that brings in the newest token of each sequence."""
     return Step(
@@ -297,4 +329,19 @@ def decode_step(sequences: list[Sequence]) -> Step:
         is_decode=True,
         completes=[True] * len(sequences),
         totals=[seq.num_tokens for seq in sequences],
+    )
+
+
+def following(unread: Step) -> Step:
+    """A static step that brings in the tokens that another one has drawn."""
+    return Step(
+        unread.sequences,
+        [],
+        is_decode=True,
+        completes=unread.completes,
+        totals=[],
+        is_static=True,
+        draws=True,
+        follows=True,
+        num_left=unread.num_left - 1,
     )

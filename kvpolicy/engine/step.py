@@ -6,7 +6,9 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from kvpolicy.devices import Download
 from kvpolicy.engine.requests.sequence import Sequence
+from kvpolicy.hooks.late_checks import Unsettled
 from kvpolicy.model.forward_input import Annotating, Steer
 
 # Is shown the logits ``[B, V]`` after the newest token of each sequence of a step that draws, and
@@ -16,7 +18,7 @@ OnDrawn = abc.Callable[[abc.Sequence[Sequence], Tensor, Tensor], None]
 
 @attrs.define(eq=False)
 class Step:
-    """One forward of the model, or several decode steps whose tokens are read together.
+    """One forward of the model.
 
     Its rows are provisional: they are facts once `Core.commit` has counted them. An eager step that
     is not committed leaves no trace; a static one that draws its tokens has counted on the device.
@@ -30,8 +32,10 @@ class Step:
             token after them is drawn.
         totals: Tokens of each sequence once its prompt is in.
         is_static: Whether it is a decode step that keeps states itself.
-        repeats: Decode steps that follow each other before tokens are read.
+        follows: Whether it follows a step of the same sequences whose tokens are not read: the
+            newest are on the device only, and ``tokens`` is empty.
         draws: Whether the runner draws the tokens itself.
+        num_left: Tokens that each sequence may have at least, that of this step included.
         wants_states: Whether somebody reads the last hidden states.
         wants_logits: Whether somebody reads the logits after all new tokens.
         steer: Is asked for changes to the states that enter some layers, in decode steps.
@@ -40,6 +44,9 @@ class Step:
         runs_python: Whether something is called in the forward that a replayed graph leaves out.
         newest: The newest token of each sequence, ``[B]``, once the forward has begun; in static
             steps it changes from one to the next.
+        checks: Answers of policies before the step whose values are checked when it is committed.
+        is_counted: Whether its rows are counted, which they are before it is committed where the
+            next step is launched before its tokens are read.
         error: Why a policy has failed within the forward; all its sequences end with it.
     """
 
@@ -49,8 +56,9 @@ class Step:
     completes: list[bool]
     totals: list[int]
     is_static: bool = False
-    repeats: int = 1
+    follows: bool = False
     draws: bool = False
+    num_left: int = 1
     wants_states: bool = False
     wants_logits: bool = False
     steer: Steer | None = None
@@ -58,6 +66,8 @@ class Step:
     on_drawn: list[OnDrawn] = attrs.field(factory=list)
     runs_python: bool = False
     newest: Tensor = attrs.field(init=False)
+    checks: Unsettled | None = None
+    is_counted: bool = False
     error: str | None = None
 
     @property
@@ -85,15 +95,15 @@ class Output:
             not asked for.
         all_logits: After all new tokens, ``[B, L, V]``, padded on the left; ``None``: likewise.
         opened: The new rows.
-        drawn: Tokens that the runner has drawn itself, of each repeat and sequence; ``None``: it
-            draws none.
+        drawn: Tokens that the runner has drawn itself, of each sequence, on their way to the host;
+            ``None``: it draws none.
     """
 
     logits: Tensor
     states: Tensor | None
     all_logits: Tensor | None
     opened: Any
-    drawn: list[list[int]] | None = None
+    drawn: Download | None = None
 
 
 @attrs.frozen(eq=False)
@@ -101,8 +111,8 @@ class Drawn:
     """The tokens that a step has drawn.
 
     Attributes:
-        tokens: New tokens of each sequence: none within a prompt, one, or one for each repeat.
-            `NO_TOKEN` where the logits name none.
+        tokens: New tokens of each sequence: one, or none within a prompt. `NO_TOKEN` where the
+            logits name none.
     """
 
     tokens: list[list[int]]

@@ -6,13 +6,15 @@ are read anyway; only where one is raised are the answers checked one by one, so
 names what it would have named at once.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 
 import attrs
 import torch
 from torch import Tensor
+
+from kvpolicy.devices import Download
 
 # Checks the values of some entries of the batch axis of a kept answer, which are those of a layer.
 Recheck = Callable[[int, slice], None]
@@ -72,24 +74,26 @@ class LateChecks:
                     recheck(one.layer_idx, one.entries)
 
 
-def settle(kept: Sequence[LateChecks]) -> None:
-    """Read the flags of all kept answers together, and blame where one is raised.
+class Unsettled:
+    """Kept answers whose flags are on their way to the host, in one copy."""
 
-    Raises:
-        HookResultError: As for `LateChecks.blame`.
-    """
-    for one, raised in zip(kept, _read(kept), strict=True):
-        if raised:
-            one.blame()
+    def __init__(self, kept: Sequence[LateChecks]) -> None:
+        """Begin to copy the flags."""
+        flags = [flag for one in kept for flag in one.flags]
+        self._kept, self._flags = kept, None
+        if flags:
+            together = torch.stack([flag.to(flags[0].device) for flag in flags])
+            self._flags = Download(together)
 
+    def settle(self) -> None:
+        """Blame where a flag is raised.
 
-def _read(kept: Sequence[LateChecks]) -> Iterator[bool]:
-    """Whether a flag of each is raised; one read for all of them on the same device."""
-    flags = [flag for one in kept for flag in one.flags]
-    if not flags:
-        yield from (False for _ in kept)
-        return
-    device = flags[0].device
-    values = iter(torch.stack([flag.to(device) for flag in flags]).tolist())
-    for one in kept:
-        yield any(list(islice(values, len(one.flags))))
+        Raises:
+            HookResultError: As for `LateChecks.blame`.
+        """
+        if self._flags is None:
+            return
+        values = iter(self._flags.read().tolist())
+        for one in self._kept:
+            if any(list(islice(values, len(one.flags)))):
+                one.blame()

@@ -120,11 +120,14 @@ class GraphRunner:
         fused: How many groups of operators have become one; ``None``: nothing was captured yet, or
             the step is captured as it is.
         not_fused: Why it is captured as it is, if it is.
+        newest: The graph of the last step, which may be replayed for one that follows it in the
+            same batch; ``None``: it ran without.
     """
 
     problem: str | None = None
     fused: Counts | None = None
     not_fused: str | None = None
+    newest: Graph | None = None
 
     def __init__(
         self, forward: StaticForward, capture: Callable[[Callable[[], Output]], Graph] | None = None
@@ -142,6 +145,7 @@ class GraphRunner:
         self._module: nn.Module | None = None
         self._weights: list[Mapping[str, Tensor | None]] = []
         self._addresses: list[int] = []
+        self._memory: list[Tensor] = []
 
     def __call__(self, call: Callable[..., Any], given: Any) -> Output:
         """As `static_forward`. The output is overwritten by the next step."""
@@ -152,18 +156,21 @@ class GraphRunner:
         for width in (step.cache.num_slots, step.width):
             if self.problem is None and (width, *kind) not in self._graphs:
                 self._add((width, *kind), call, given)
+        self.newest = None
         if self.problem is not None:
             return self._forward(call, given)
-        graph = self._graphs[step.width, *kind]
+        graph = self.newest = self._graphs[step.width, *kind]
         graph.replay()
         return graph.output
 
     def forget(self) -> None:
         """Capture every step again, because what was captured lacks work that has failed."""
         self._graphs.clear()
+        self.newest = None
 
     def _add(self, key: tuple[Any, ...], call: Callable[..., Any], given: Any) -> None:
         """Capture a step of some width, which does what the step under way does."""
+        self._memory = []  # which fusing may free
         try:
             with given.step.idle(key[0]):
 
@@ -173,6 +180,14 @@ class GraphRunner:
                 program = self._fused(run)
                 self._note_changes(module_of(call), given.step)  # weights may have moved
                 self._graphs[key] = attrs.evolve(self._capture(program or run), program=program)
+            # A step that follows another is replayed without a look at the model. Should a weight
+            # have been given other memory by then, that step is the last with the memory of before.
+            self._memory = [
+                tensor.detach()
+                for tensors in self._weights
+                for tensor in tensors.values()
+                if tensor is not None
+            ]
         except RuntimeError as error:  # of CUDA, of Triton's compiler, of kernels that wait
             self.problem = f"a step cannot be captured: {error_summary(error)}"
             self._graphs.clear()
@@ -209,6 +224,7 @@ class GraphRunner:
         if addresses != self._addresses:
             self._addresses = addresses
             self._graphs.clear()
+            self._memory = []
 
 
 def _are_close(found: Tensor, expected: Tensor) -> bool:

@@ -183,7 +183,7 @@ def test_a_step_on_a_gpu_meets_no_tensor_of_the_host(
         shapes = adapter.layer_shapes()
         assert {shape.device.type for shape in shapes} == {GPU}
         cache = KVCache(shapes, [Slab(16, 4, policy_reads)] * len(shapes), 4)
-        step = StaticStep(cache, 2)
+        step = StaticStep(cache)
         assert step.in_graph
         step.num_served = 3
         step._serve(4)

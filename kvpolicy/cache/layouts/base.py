@@ -247,18 +247,18 @@ class RowLayout(Layout):
 
     def room(self, slots: Sequence[int]) -> np.ndarray:
         """Tokens that these slots take in these layers before one is due, ``[n, B]``."""
-        counts, own = self.counts, self.own
-        limit = counts.capacity[own][:, None] - counts.num_reserved[own][:, slots]
-        free: np.ndarray = limit - counts.rows[own][:, slots]
+        counts, own, index = self.counts, self.own, slot_index(slots)
+        limit = counts.capacity[own][:, None] - counts.num_reserved[own][:, index]
+        free: np.ndarray = limit - counts.rows[own][:, index]
         return free
 
     def full(self, slots: Sequence[int]) -> np.ndarray:
         """Which of these slots cannot take another token, bool ``[n, B]``."""
         return self.room(slots) <= 0
 
-    def fullest(self, layer_idx: int, slots: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Rows of the fullest KV head of some slots in a layer, ``[B]``."""
-        most: np.ndarray = self.counts.rows[layer_idx, np.asarray(slots)]
+    def fullest(self, layers: int | np.ndarray, slots: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Rows of the fullest KV head of some slots, each in its layer or all in one, ``[B]``."""
+        most: np.ndarray = self.counts.rows[layers, np.asarray(slots)]
         return most
 
     def num_staying(self, slots: Sequence[int]) -> np.ndarray:
@@ -414,9 +414,9 @@ class Around(RowLayout):
         """Which of these slots cannot take another token, bool ``[n, B]``."""
         return self.inner.full(slots)
 
-    def fullest(self, layer_idx: int, slots: Sequence[int] | np.ndarray) -> np.ndarray:
+    def fullest(self, layers: int | np.ndarray, slots: Sequence[int] | np.ndarray) -> np.ndarray:
         """Rows of the fullest KV head, ``[B]``."""
-        return self.inner.fullest(layer_idx, slots)
+        return self.inner.fullest(layers, slots)
 
     def count(self, slots: np.ndarray, num_new: int | np.ndarray, num_left: np.ndarray) -> None:
         """Follow new tokens."""

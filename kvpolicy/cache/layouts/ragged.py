@@ -66,10 +66,10 @@ class Ragged(RowLayout):
         self._coming = []
         return [self._lead]
 
-    def fullest(self, layer_idx: int, slots: Sequence[int] | np.ndarray) -> np.ndarray:
+    def fullest(self, layers: int | np.ndarray, slots: Sequence[int] | np.ndarray) -> np.ndarray:
         """Rows of the fullest head."""
         (leads,), chosen = self.numbers, np.asarray(slots)
-        most: np.ndarray = self.counts.rows[layer_idx, chosen] + leads[layer_idx, chosen]
+        most: np.ndarray = self.counts.rows[layers, chosen] + leads[layers, chosen]
         return most
 
     def note_leads(self, layers: Sequence[int], slots: Sequence[int], leads: Tensor) -> None:

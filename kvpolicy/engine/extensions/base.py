@@ -111,8 +111,15 @@ class Extension:
         return ANY
 
     def repeats(self, sequences: abc.Sequence[Sequence]) -> int:
-        """Decode steps of these sequences that may follow each other before tokens are read."""
-        return ANY
+        """Decode steps of these sequences that may follow each other before tokens are read.
+
+        With 2 or more, `before` may be called for the next step before `after` is called for the
+        last, and rows may leave between the two. By default it is 1 for an extension that
+        implements `after` or `selected`.
+        """
+        kind = type(self)
+        is_told = kind.after is not Extension.after or kind.selected is not Extension.selected
+        return 1 if is_told else ANY
 
     def before(self, step: Step) -> None:
         """A step is about to run: ask it for states or logits, or give it functions to call."""
@@ -120,10 +127,10 @@ class Extension:
     def after(self, step: Step, output: Output, drawn: Drawn) -> None:
         """A step is committed: its rows and tokens are facts, and nothing was evicted yet.
 
-        A step may be several decode steps, see `repeats`: ``drawn`` has the tokens of all of them,
-        and ``output`` the logits and states of the last. Under a `PolicyCache`, transformers draws
-        the tokens, and ``drawn`` has none. It is not called where a policy has failed before
-        anything was drawn.
+        Where the next step is launched before, see `repeats`, that may have overwritten the logits
+        and states of ``output``, and the sequences are those that have not ended before the step.
+        Under a `PolicyCache`, transformers draws the tokens, and ``drawn`` has none. It is not
+        called where a policy has failed before anything was drawn.
         """
 
     def before_eviction(self, sequences: abc.Sequence[Sequence], due: np.ndarray) -> None:
@@ -165,6 +172,7 @@ class Extensions:
 
     def __init__(self, extensions: abc.Iterable[Extension] = ()) -> None:
         self.all = list(extensions)
+        self._dividing = [one for one in self.all if type(one).together is not Extension.together]
 
     def __iter__(self) -> abc.Iterator[Extension]:
         return iter(self.all)
@@ -198,7 +206,7 @@ class Extensions:
 
     def together(self, due: DueSlot) -> abc.Hashable:
         """See `Extension.together`."""
-        return tuple(one.together(due) for one in self.all)
+        return tuple(one.together(due) for one in self._dividing)
 
     def arguments(self, due: abc.Sequence[DueSlot]) -> dict[str, Any]:
         """See `Extension.arguments`."""

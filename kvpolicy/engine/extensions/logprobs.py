@@ -21,11 +21,15 @@ class Logprobs(Extension):
     def __init__(self, vocab_size: int) -> None:
         """Take the number of tokens that the model knows."""
         self._most_tokens = max(_MOST_LOGITS // vocab_size, 1)
-        self._measured: list[Measured] = []  # of the step under way, by repeat
+        self._measured: list[Measured] = []  # of the step under way
 
     def forward_limit(self, sequences: abc.Sequence[Sequence]) -> int:
         """Fewer tokens in a forward where logits after all of them are wanted."""
         return self._most_tokens if _asks(sequences) else ANY
+
+    def repeats(self, sequences: abc.Sequence[Sequence]) -> int:
+        """What is measured of a step is read with its tokens."""
+        return 1 if any(seq.request.logprobs is not None for seq in sequences) else ANY
 
     def before(self, step: Step) -> None:
         """Ask for logits."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpolicy.cache.beside import RowsBeside, StepBeside
 from kvpolicy.engine.compaction import DueSlot
-from kvpolicy.engine.extensions.base import Extension
+from kvpolicy.engine.extensions.base import ANY, Extension
 from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.hooks.stack import Stack
@@ -73,6 +73,10 @@ class LookaheadQueries(Extension):
         self._chunk, self._max_tokens = chunk, max_tokens_per_forward
         # Of the eviction under way, for the slot of a sequence in a layer, [H_q, P, D].
         self._queries: dict[tuple[int, int], Tensor] = {}
+
+    def repeats(self, sequences: abc.Sequence[Sequence]) -> int:
+        """A lookahead begins with the newest token."""
+        return 1 if self.cache.num_free_rows([seq.slot for seq in sequences]).min() <= 1 else ANY
 
     def before_eviction(self, sequences: abc.Sequence[Sequence], due: np.ndarray) -> None:
         """Compute the queries that policies want."""

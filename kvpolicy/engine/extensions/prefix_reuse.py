@@ -20,7 +20,7 @@ import attrs
 
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.engine.extensions.base import ANY, Extension
-from kvpolicy.engine.extensions.snapshots import Snapshots
+from kvpolicy.engine.extensions.snapshots import Snapshots, must_see_end
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.resuming import Resuming
 from kvpolicy.engine.reuse.nodes import Node, block_keys, chained
@@ -155,9 +155,9 @@ class PrefixReuse(Extension):
         return {"reused_tokens": self.num_reused}
 
     def repeats(self, sequences: abc.Sequence[Sequence]) -> int:
-        """Only the host finds stop strings: later steps would change what is stored at the end."""
+        """What is stored at the end is the slot as it was at the last token."""
         keeps_ends = self._store.conversations
-        return 1 if keeps_ends and any(seq.request.stop for seq in sequences) else ANY
+        return 1 if keeps_ends and must_see_end(self.cache, sequences) else ANY
 
     def admit(self, group: abc.Sequence[Sequence]) -> None:
         """Note sequences that have been given slots."""

@@ -3,12 +3,24 @@
 import weakref
 from collections import abc
 
+from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.engine.extensions.base import ANY, CoreParts, Extension
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.resuming import Resuming
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import SnapshotError
 from kvpolicy.state import RegisterFile
+
+
+def must_see_end(cache: KVCache, sequences: abc.Sequence[Sequence]) -> bool:
+    """Whether sequences that are copied at their end must not go on before it is known.
+
+    The device knows tokens that end them, and changes nothing after one. Only the host finds stop
+    strings, and only it knows that nothing is to be evicted.
+    """
+    if any(seq.request.stop for seq in sequences):
+        return True
+    return bool(sequences) and cache.num_free_rows([seq.slot for seq in sequences]).min() <= 1
 
 
 class Snapshots(Extension):
@@ -30,8 +42,9 @@ class Snapshots(Extension):
                 self.resume(seq, seq.request.resume)
 
     def repeats(self, sequences: abc.Sequence[Sequence]) -> int:
-        """Only the host finds stop strings: later steps would change tracks of the snapshot."""
-        return 1 if any(seq.request.snapshot and seq.request.stop for seq in sequences) else ANY
+        """A snapshot at the end is of the slot as it was at the last token."""
+        keeping = [seq for seq in sequences if seq.request.snapshot]
+        return 1 if must_see_end(self.cache, keeping) else ANY
 
     def finish(self, seq: Sequence) -> None:
         """Take the snapshot that the request asks for."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpolicy.engine.extensions.base import Extension
 from kvpolicy.engine.requests.isolation import ErrorScope
+from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.step import Step
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
@@ -40,6 +41,10 @@ class Steer(Extension):
         """
         self._stacks, self._registers, self._tokenizer = stacks, registers, tokenizer
         self._timings, self._errors = timings, errors
+
+    def repeats(self, sequences: abc.Sequence[Sequence]) -> int:
+        """Policies are not asked about sequences that have ended."""
+        return 1
 
     def before(self, step: Step) -> None:
         """Have the forward of a decode step ask for changes."""

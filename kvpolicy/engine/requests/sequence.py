@@ -192,29 +192,22 @@ class Sequence:
 
     def take(self, tokens: abc.Iterable[int]) -> int:
         """Append drawn tokens until it ends; returns how many of them it has taken."""
-        num_taken = 0
+        num_taken, own = 0, self.tokens
         for token in tokens:
             if self.finish_reason is not None:
                 break
+            num_taken += 1
             if token == NO_TOKEN:
                 self.fail_without_token()
-            else:
-                self.append(token)
-            num_taken += 1
+                break
+            if len(own) == self.num_before:
+                self.decode_from = self.clock()
+            own.append(token)
+            if token in self.stop_ids or (self.request.stop and self._has_stop_string()):
+                self.finish_reason = "stop"
+            elif len(own) >= self.max_new_tokens and self.finish_reason is None:
+                self.finish_reason = "length"
         return num_taken
-
-    def append(self, token: int) -> None:
-        """Add a generated token, and check whether it ends the generation."""
-        if len(self.tokens) == self.num_before:
-            self.decode_from = self.clock()
-        self.tokens.append(token)
-        stops = token in self.stop_ids or (self.request.stop and self._has_stop_string())
-        if self.error is not None:
-            return
-        if stops:
-            self.finish_reason = "stop"
-        elif len(self.tokens) >= self.max_new_tokens:
-            self.finish_reason = "length"
 
     @property
     def is_lost(self) -> bool:

@@ -89,7 +89,7 @@ def test_counts_have_a_table(kvpolicy: Shell) -> None:
     arguments = ("bench", "--launches", *OPTIONS, "--policies", "full,knorm", "--lengths", 20)
     found = kvpolicy(*arguments)
     assert found.status == 0, found.err
-    for word in (MODEL_ALONE, "full", "knorm", "static_step.py:read", "1 + 0"):
+    for word in (MODEL_ALONE, "full", "knorm", "devices.py:read", "1 + 0"):
         assert word in found.out
     found = kvpolicy(*arguments, "--json").json
     (alone, *mine) = found["launches"]

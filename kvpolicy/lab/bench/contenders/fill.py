@@ -46,6 +46,7 @@ def fill_run(run: Run, held: int, *, seed: int = 0) -> None:
         held: Tokens of each text, the newest, which no forward has seen, left out.
         seed: Random seed for tokens and rows.
     """
+    run.catch_up()
     rng = np.random.default_rng(seed)
     cache, active = run.cache, run.active
     for seq in active:

@@ -26,8 +26,8 @@ def test_steps_are_counted_by_kind(stack: str) -> None:
     found = launches.launches_under(tiny_model(), cell(stack), work)
     assert found.operations > launches.launches_alone(tiny_model(), work).operations
     assert found.path == "static"
-    assert found.reads.pop("static_step.py:read") == 1, "the tokens"
-    assert set(found.reads) <= {"late_checks.py:_read"}, "of the compactions before"
+    assert found.reads.pop("devices.py:read") in (1, 2), "the tokens, and flags of compactions"
+    assert not found.reads
     assert sum(found.compacting_reads.values()) == 0
     assert (found.graphs, found.breaks) == (1, 0)
     if stack == "full":
