@@ -15,7 +15,7 @@ from kvpolicy.cache.rows import LayerRows
 from kvpolicy.engine.engine import Run
 from kvpolicy.engine.sampler import teacher_forced
 
-STEPS_PER_READ = 8  # what an engine takes on a GPU
+STEPS_PER_READ = 2  # what an engine takes on a GPU
 
 
 def samplings(num: int, *, drawn: bool) -> list[Sampling]:
