@@ -23,7 +23,10 @@ _ON_CPU = ("cpu_op",)
 
 # Kinds of kernels by what their names contain, the first that fits.
 KINDS: Mapping[str, tuple[str, ...]] = {
-    "attention": ("attend_chunk", "join_chunks", "attention", "flash"),
+    "attention": ("_append", "attend_chunk", "join_chunks", "attention", "flash"),
+    "norms": ("_norm",),
+    "RoPE": ("_rotate",),
+    "gates": ("_gate",),
     "compaction": ("_compact", "_drop_oldest", "gather", "topk", "sort", "scatter"),
     "products": (
         "gemm",
