@@ -1,9 +1,10 @@
 """The interface of an extension: methods that are called at fixed places of a step.
 
 In the order of their calls: `attach` once; `admit` for sequences with slots of their own;
-`advance` and `ready` before chunks of prompts are cut, `chunk_limit` for each of them; `repeats`
-before decode steps; `before` and `after` around a step; `before_eviction`, `together`, `arguments`
-and `selected` in an eviction; `finish` at the end of a sequence, and `report` at any time.
+`advance` and `ready` before chunks of prompts are cut, `chunk_limit` for each of them; `before` and
+`after` around a step, and `repeats` between them for decode steps; `before_eviction`, `together`,
+`arguments` and `selected` in an eviction; `finish` at the end of a sequence, and `report` at any
+time.
 
 What an extension remembers of a sequence on the device is in ``cache.slot_tensors``: it moves and
 ends with its slot. On the host it is in a dictionary by ``seq.id``, until `finish`. Where a
