@@ -199,6 +199,15 @@ Buffer = Annotated[
         rich_help_panel=POLICY,
     ),
 ]
+PrefillBuffer = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Rows to append between compactions while a prompt enters. [default: the plan's, or "
+        "the budget, at most 1024]",
+        rich_help_panel=POLICY,
+    ),
+]
 Length = Annotated[
     int | None,
     typer.Option(
@@ -283,6 +292,7 @@ class GenerationOptions:
     policy: Policies = None
     budget: Budget = None
     buffer: Buffer = None
+    prefill_buffer: PrefillBuffer = None
     length: Length = None
     overrides: Overrides = None
     plugin: Plugins = None
@@ -388,8 +398,9 @@ def prepare(
         raise KVPolicyError(msg)
     chat, prompts = options.chat, _prompts(options)
     register_plugins(options.plugin)
-    numbers = {"budget": options.budget, "buffer": options.buffer, "length": options.length}
-    plan = choose_plan(options.plan, options.policy or [], numbers, options.overrides or [])
+    plan = choose_plan(
+        options.plan, options.policy or [], numbers_of(options), options.overrides or []
+    )
     from kvpolicy.engine.engine import Engine
     from kvpolicy.model.loading import load_model
     from kvpolicy.model.tensor_parallel import refuse_several_processes
@@ -519,6 +530,16 @@ def _is_redirected(stream: TextIO | None) -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
+def numbers_of(options: GenerationOptions) -> dict[str, int | str | None]:
+    """The entries of a plan that have an option, ``None`` if it was not given."""
+    return {
+        "budget": options.budget,
+        "buffer": options.buffer,
+        "prefill_buffer": options.prefill_buffer,
+        "length": options.length,
+    }
+
+
 def choose_plan(
     file: Path | None,
     policies: Sequence[str],
@@ -530,7 +551,7 @@ def choose_plan(
     Args:
         file: ``--plan``.
         policies: ``--policy``.
-        numbers: Values of ``--budget``, ``--buffer`` and ``--length``, ``None`` if not given.
+        numbers: Values of ``--budget`` and others by the key of the plan, ``None`` if not given.
         overrides: ``--set``.
 
     Raises:
@@ -543,7 +564,7 @@ def choose_plan(
         if policies:
             msg = f"the plan {str(file)!r} and --policy were given; give one of them."
             raise KVPolicyError(msg)
-        options = {key: f"--{key}" for key in numbers}
+        options = {key: _option(key) for key in numbers}
         return Plan.load(file, [*given, *overrides], options=options)
     if not policies:
         sources = [one.source for one in given] or _idle(overrides, numbers)
@@ -583,7 +604,7 @@ def plan_of_policies(
     typed = " ".join(f"--policy {quote(policy)}" for policy in policies)
     changes: list[str | Override] = [Override("stack", stack, source=typed)]
     changes += [*_typed_numbers(numbers), *overrides]
-    options = {key: f"--{key}" for key in numbers}
+    options = {key: _option(key) for key in numbers}
     return Plan.from_dict({}, changes, name="the command line", options=options)
 
 
@@ -595,7 +616,12 @@ def _typed(key: str, value: str) -> "Override":
     """The override that an option of the command line stands for."""
     from kvpolicy.plan.toml import Override, parse_value
 
-    return Override(key, parse_value(value), source=f"--{key} {quote(value)}")
+    return Override(key, parse_value(value), source=f"{_option(key)} {quote(value)}")
+
+
+def _option(key: str) -> str:
+    """The option of an entry of a plan."""
+    return f"--{key.replace('_', '-')}"
 
 
 def default_length(model: Any) -> int:

@@ -31,6 +31,7 @@ from kvpolicy.cli.options import (
     Overrides,
     Plugins,
     Policies,
+    PrefillBuffer,
     PromptTokens,
     TrustRemoteCode,
     choose_plan,
@@ -84,6 +85,7 @@ def show(
     policy: Policies = None,
     budget: Budget = None,
     buffer: Buffer = None,
+    prefill_buffer: PrefillBuffer = None,
     length: Length = None,
     model: Model = DEFAULT_MODEL,
     slots: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 8,
@@ -111,7 +113,12 @@ def show(
     register_plugins(plugin)
     from kvpolicy.model.loading import load_skeleton
 
-    numbers = {"budget": budget, "buffer": buffer, "length": length}
+    numbers = {
+        "budget": budget,
+        "buffer": buffer,
+        "prefill_buffer": prefill_buffer,
+        "length": length,
+    }
     plan = choose_plan(file, policy or [], numbers, overrides or [])
     skeleton = load_skeleton(model, dtype=dtype, trust_remote_code=trust_remote_code)
     from kvpolicy.engine.memory.footprint import footprint
@@ -294,7 +301,7 @@ def _shares(layers: "tuple[LayerFootprint, ...]") -> list[str]:
 
 def _row(group: "list[LayerFootprint]", *, windows: bool) -> list[str]:
     first, last = group[0], group[-1]
-    plan = first.plan.to_dict()
+    plan = first.to_dict()
     prompt = "prompt + " if first.plan.keeps_prompt and first.plan.bounded else ""
     shared = " shared" if first.plan.heads == "shared" else ""
     each = "" if len(group) == 1 else " each"

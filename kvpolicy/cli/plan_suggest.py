@@ -23,6 +23,7 @@ from kvpolicy.cli.options import (
     Overrides,
     Plugins,
     Policies,
+    PrefillBuffer,
     PromptTokens,
     TrustRemoteCode,
     check_new_file,
@@ -94,6 +95,7 @@ def suggest(
             rich_help_panel=POLICY,
         ),
     ] = None,
+    prefill_buffer: PrefillBuffer = None,
     keep: Annotated[
         float,
         typer.Option(
@@ -128,7 +130,7 @@ def suggest(
     from kvpolicy.model.loading import load_skeleton
 
     def plan_of(rows: int) -> "Plan":
-        numbers = {"budget": rows, "buffer": buffer}
+        numbers = {"budget": rows, "buffer": buffer, "prefill_buffer": prefill_buffer}
         return plan_of_policies(policies, numbers, overrides or [])
 
     plan_of(length)  # a mistake in the plan is found before the model
@@ -223,7 +225,7 @@ def _lines(
         f"{chosen.tokens:,} tokens",
         "",
         f"budget      {_budget(chosen)}",
-        f"buffer      {chosen.layers[0].plan.buffer:,} rows",
+        f"buffer      {chosen.layers[0].plan.buffer:,} rows{_while_entering(chosen)}",
         f"slots       {chosen.slots:,}",
         "",
         *_arithmetic(chosen, memory),
@@ -238,6 +240,12 @@ def _lines(
             else ["", f"No choice keeps the {found.enough:,} rows that --keep asks for."]
         ),
     ]
+
+
+def _while_entering(one: "Footprint") -> str:
+    """The buffer of prompts, if they have rows beside their slots."""
+    rows = one.layers[0].plan.prefill_buffer
+    return f", {rows:,} while a prompt enters" if one.staging_bytes and rows else ""
 
 
 def _budget(one: "Footprint") -> str:

@@ -13,11 +13,11 @@ from kvpolicy.engine.resuming import Resuming
 from kvpolicy.errors import KVPolicyError, type_name
 from kvpolicy.hooks.discovery import policy_names
 from kvpolicy.model.adapter import ModelAdapter
-from kvpolicy.plan.plan import Plan
+from kvpolicy.plan.plan import LARGEST_DEFAULT_PREFILL_BUFFER, Plan
 from kvpolicy.plan.resolved import ResolvedPlan
 from kvpolicy.state import Bound
 
-DEFAULT_CHUNK = 512
+DEFAULT_CHUNK = LARGEST_DEFAULT_PREFILL_BUFFER
 DEFAULT_MAX_TOKENS = 8192  # in one forward
 
 

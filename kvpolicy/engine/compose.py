@@ -41,6 +41,7 @@ def core_of(
     num_slots: int,
     longest: int,
     longest_prompt: int | None = None,
+    longest_entering: int | None = None,
     *,
     max_steps: int = 0,
     compiled: Compiled | None = None,
@@ -54,6 +55,8 @@ def core_of(
         num_slots: The most sequences.
         longest: Tokens of the longest sequence.
         longest_prompt: Tokens of the longest prompt, if they are known to be fewer.
+        longest_entering: The most tokens that a sequence has when its first token is drawn, if they
+            are known to be fewer.
         max_steps: The most static decode steps that are launched before the tokens of the first
             of them are read; 0: decode steps are not static.
         compiled: Runs static steps instead of the model as it is.
@@ -62,8 +65,10 @@ def core_of(
     """
     errors, timings = errors or bound.errors, PolicyTimings()
     adapter, stacks = bound.adapter, bound.stacks
-    num_staged = min(num_slots, bound.plan.most_staged(bound.max_tokens_per_forward))
-    slabs = slabs_of(bound.plan, longest, longest_prompt, num_staged)
+    num_staged = bound.plan.num_staged(
+        num_slots, bound.max_tokens_per_forward, longest, longest_entering
+    )
+    slabs = slabs_of(bound.plan, longest, longest_prompt, longest_entering, num_staged)
     cache = adapter.new_cache(slabs, num_slots)
     policies = [policy for stack in stacks for policy in stack.policies]
     registers = RegisterFile(policies, num_slots, adapter.device)
@@ -139,11 +144,16 @@ def snapshots_of(core: Core) -> Any:
 
 
 def slabs_of(
-    plan: ResolvedPlan, longest: int, longest_prompt: int | None, num_staged: int = 1
+    plan: ResolvedPlan,
+    longest: int,
+    longest_prompt: int | None,
+    longest_entering: int | None,
+    num_staged: int,
 ) -> list[Slab]:
-    """What each layer stores for sequences of at most ``longest`` tokens."""
+    """What each layer stores; the arguments are those of `LayerPlan.slab`."""
+    sizes = longest, longest_prompt, longest_entering, num_staged
     pairs = zip(plan.layers, plan.stacks(), strict=True)
-    return [layer.slab(stack, longest, longest_prompt, num_staged) for layer, stack in pairs]
+    return [layer.slab(stack, *sizes) for layer, stack in pairs]
 
 
 def slot_bytes(plan: ResolvedPlan, adapter: ModelAdapter) -> int:

@@ -362,13 +362,14 @@ class Run:
         )
         self._queue = RequestQueue(clock, None if limits is None else limits.most_open)
         refused = self._enqueue()
-        num_slots, longest, longest_prompt = self._size()
+        num_slots, longest, staying, entering = self._size()
         max_steps = 1 if choose is not None else steps_per_read or engine.steps_per_read
         self.core = core_of(
             engine,
             num_slots,
             longest,
-            longest_prompt,
+            staying,
+            entering,
             max_steps=0 if engine.eager_reason else max_steps,
             compiled=engine.compiled,
             errors=errors,
@@ -404,14 +405,15 @@ class Run:
             self._queue.close("this run was made of a list; open one with engine.open_run()")
         return refused
 
-    def _size(self) -> tuple[int, int, int]:
-        """Slots, tokens of the longest sequence, and of the longest prompt."""
+    def _size(self) -> tuple[int, int, int, int | None]:
+        """Slots, and tokens of the longest sequence and prompts, as `core_of` takes them."""
         if self.limits is not None:
-            return self.limits.num_slots, self.limits.max_len, self.limits.max_prompt_len
+            return self.limits.num_slots, self.limits.max_len, self.limits.max_prompt_len, None
         sequences = self.waiting
         num_slots = min(self.engine.num_slots, max(len(sequences), 1))
         longest = max((seq.max_len for seq in sequences), default=1)
-        return num_slots, longest, max((seq.num_staying for seq in sequences), default=1)
+        staying = max((seq.num_staying for seq in sequences), default=1)
+        return num_slots, longest, staying, max((len(seq.prompt) for seq in sequences), default=1)
 
     # The loop
 

@@ -235,11 +235,11 @@ class Evictor:
         self._ahead = {}
 
     def note_peak(self, seq: Sequence) -> None:
-        """Update the peaks of a sequence.
+        """Update the peaks of a sequence, of the rows in its slot.
 
         Rows only grow between compactions: this is needed before each, and at the end.
         """
-        rows = self._cache.rows[:, seq.slot]
+        rows = np.minimum(self._cache.rows[:, seq.slot], self._cache.capacity)
         seq.peak_rows = max(seq.peak_rows, int(rows.max()))
         seq.peak_bytes = max(seq.peak_bytes, int(rows @ self._cache.row_bytes))
         seq.full_bytes = self._cache.full_bytes(seq.slot)

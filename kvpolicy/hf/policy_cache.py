@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvpolicy.cache.contents import LayerContents
 from kvpolicy.compat import cache_argument, cache_in
 from kvpolicy.engine.bound_plan import DEFAULT_CHUNK, DEFAULT_MAX_TOKENS, BoundPlan
 from kvpolicy.engine.compose import core_of, slabs_of, snapshots_of
@@ -109,7 +110,8 @@ def _refuse(reason: str) -> NoReturn:
 class PolicyCache(Cache):
     """Keys and values of one batch, kept within a plan, for a model's own `generate`.
 
-    Greedy tokens equal those of `Engine.generate` with the same plan. Rows may be padded on the
+    Greedy tokens equal those of `Engine.generate` with the same plan and a ``prefill_buffer``
+    equal to its ``buffer``: prompts enter in chunks of the buffer. Rows may be padded on the
     left; pads are never stored. The same cache continues the same conversation: give it the
     whole text again, or the new tokens with the whole attention mask. `reset` makes it ready
     for another. A row that has ended still receives the pads that `generate` gives it, as
@@ -166,7 +168,7 @@ class PolicyCache(Cache):
         )
         if self._bound.plan.padding != "none":
             _refuse('stores no pads; run plans with padding = "stored" in an Engine')
-        if self._bound.plan.stages:
+        if any(one.stages and not one.prefill_by_default for one in self._bound.plan.layers):
             _refuse("has no rows beside its slabs; run plans with a prefill_buffer in an Engine")
         self._max_length = max_length
         self.reset()
@@ -292,7 +294,7 @@ class PolicyCache(Cache):
         longest = self._longest_for(needed)
         self._is_whole = False  # until the forward has ended
         if longest > self._longest and self.core is not None:
-            self.core.cache.grow(slabs_of(self._bound.plan, longest, self._longest_prompt))
+            self.core.cache.grow(slabs_of(self._bound.plan, longest, self._longest_prompt, 0, 0))
         self._longest = longest
         if self.core is not None:
             return self.core
@@ -309,7 +311,8 @@ class PolicyCache(Cache):
     def _begin(self, num_rows: int, longest_prompt: int) -> Core:
         """Allocate slabs for some rows."""
         self._longest_prompt = longest_prompt
-        self.core = core_of(self._bound, num_rows, self._longest, longest_prompt)
+        # No prompt has rows beside its slot: each call may be one, of a length that is not known.
+        self.core = core_of(self._bound, num_rows, self._longest, longest_prompt, 0)
         self._slots = Slots(self.core.cache)
         return self.core
 
@@ -406,7 +409,7 @@ class PolicyCache(Cache):
             snapshots: The snapshots; one may be given several times.
 
         Raises:
-            CacheError: If a snapshot is of another plan or model.
+            CacheError: If a snapshot is of another plan or model, or has rows beside its slot.
             SnapshotError: If the memory of a policy cannot be copied. The cache is empty then.
         """
         snapshots = list(snapshots)
@@ -415,11 +418,25 @@ class PolicyCache(Cache):
         for one in snapshots:
             if (problem := self._bound.resuming.problem_with(one)) is not None:
                 _refuse(f"cannot be restored: {problem}")
+            if self._has_rows_beside(one):
+                _refuse(
+                    "cannot be restored: a snapshot is from within a prompt that has more rows "
+                    "than a slot; take it later, or give the engine's plan prefill_buffer = buffer"
+                )
         self.reset()
         seen = [one.seq_len for one in snapshots]
         self._columns = Columns.holding(seen)
         self._longest = self._longest_for(max(seen))
         self._hold(snapshots)
+
+    def _has_rows_beside(self, snapshot: SequenceSnapshot) -> bool:
+        """Whether a sequence has more rows in some layer than its slot takes."""
+        pairs = zip(self._bound.plan.layers, snapshot.contents.layers, strict=True)
+        return any(
+            layer.stages and held.num_rows > (layer.budget or 0) + layer.buffer
+            for layer, held in pairs
+            if isinstance(held, LayerContents)
+        )
 
     def _hold(self, snapshots: Sequence[SequenceSnapshot]) -> Core:
         """Hold a snapshot in each row."""

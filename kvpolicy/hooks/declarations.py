@@ -150,6 +150,7 @@ class Declarations:
     )
     lookahead_size: int = _declaration(0, _is_lookahead, f"a number of tokens up to {MAX_WINDOW:,}")
     cuts_prompts: bool = _declaration(True, _is_bool, "True or False")
+    stages_prompts: bool = _declaration(True, _is_bool, "True or False")
 
 
 def read_declarations(who: str, policy: object) -> Declarations:

@@ -238,6 +238,11 @@ class Stack:
         return chooses and all(one.bounded for one in self.declared)
 
     @cached_property
+    def stages_prompts(self) -> bool:
+        """Whether prompts enter in larger chunks than the buffer, unless a plan says otherwise."""
+        return all(one.stages_prompts for one in self.declared)
+
+    @cached_property
     def layers_alike(self) -> bool:
         """Whether no policy can tell layers apart where it chooses rows, parts included."""
         return not self.arguments(*_FOLDED_HOOKS) & _OF_A_LAYER

@@ -83,8 +83,15 @@ def _group(layers: Sequence[LayerPlan], num_layers: int) -> dict[str, Any]:
         "buffer": first.buffer,
         **({} if first.prompt == "evict" else {"prompt": first.prompt}),
         **({} if first.heads == "own" else {"heads": first.heads}),
-        **({"prefill_buffer": first.prefill_buffer} if first.stages else {}),
+        **_prefill_buffer(first),
     }
+
+
+def _prefill_buffer(layer: LayerPlan) -> dict[str, int]:
+    """The key, unless the plan left it open."""
+    if not layer.evicts or layer.prefill_by_default:
+        return {}
+    return {"prefill_buffer": layer.prefill_buffer or layer.buffer}
 
 
 def _policy(spec: PolicySpec) -> dict[str, Any]:

@@ -44,8 +44,10 @@ from kvpolicy.plan.spec import (
 from kvpolicy.plan.toml import Override, apply_override, read_file, read_tables
 
 LARGEST_DEFAULT_BUFFER = 128  # that of R-KV and SkipKV, whose budgets begin at 1,024
+LARGEST_DEFAULT_PREFILL_BUFFER = 1024
 _USUAL_BUFFER = 32
 _BUDGET_PER_BUFFER = 8
+PREFILL_BUFFER_PER_BUDGET = 1
 
 
 def default_buffer(budget: int | None) -> int:
@@ -60,6 +62,20 @@ def default_buffer(budget: int | None) -> int:
         return LARGEST_DEFAULT_BUFFER
     least = min(_USUAL_BUFFER, budget)
     return min(max(budget // _BUDGET_PER_BUFFER, least), LARGEST_DEFAULT_BUFFER)
+
+
+def default_prefill_buffer(budget: int, buffer: int) -> int:
+    """The ``prefill_buffer`` of a plan that names none, where prompts can have rows beside slabs.
+
+    As many rows as the budget, at most 1,024, and at least the buffer. Where a few queries at the
+    end of a chunk say what stays, larger ones cost quality: see docs/explanation/budgets.md.
+
+    Args:
+        budget: Rows that stay after a compaction.
+        buffer: Rows that may join before the next compaction later.
+    """
+    most = min(PREFILL_BUFFER_PER_BUDGET * budget, LARGEST_DEFAULT_PREFILL_BUFFER)
+    return max(buffer, most)
 
 
 @attrs.frozen
@@ -83,8 +99,8 @@ class Plan:
         heads: ``"own"``: each KV head has the budget for itself. ``"shared"``: it is the mean over
             the heads of a layer, and policies may choose how many rows of each stay.
         prefill_buffer: Rows that may join before the next compaction while a prompt enters, at
-            least as many as ``buffer``, which is the default. They take memory once, not in every
-            slot.
+            least as many as ``buffer``; by default `default_prefill_buffer`. They take memory once,
+            not in every slot.
         name: Where the plan came from, for messages.
         sources: How the user gave entries that are not in the plan's file, by their keys and
             indices, for messages: ``{("budget",): "--budget 96"}``.
@@ -151,7 +167,7 @@ class Plan:
             prompt: ``"keep"``: rows of prompts stay, and the budget counts the rows behind them.
             heads: ``"own"``, or ``"shared"``: the budget is the mean over the KV heads of a layer.
             prefill_buffer: Rows that may join before the next compaction while a prompt enters; by
-                default ``buffer``.
+                default as large as the budget, at most 1,024, see `default_prefill_buffer`.
 
         Raises:
             PlanError: If a value is malformed, or knobs are given for a policy that is not in
@@ -533,8 +549,14 @@ class _Resolution:
         if heads == "shared":
             _check_shared(plan.name, members[0], built.stack, prompt)
         prefill_buffer = group.prefill_buffer or plan.prefill_buffer
-        if prefill_buffer is not None and budget is not None and built.stack.bounded:
-            _check_prefill_buffer(plan.name, members[0], prefill_buffer, buffer, prompt, heads)
+        is_default = prefill_buffer is None
+        if budget is not None and built.stack.bounded:
+            if prefill_buffer is not None:
+                _check_prefill_buffer(plan.name, members[0], prefill_buffer, buffer, prompt, heads)
+            else:
+                is_staged = built.stack.stages_prompts and plan.padding == "none"
+                is_staged = is_staged and heads == "own" and prompt == "evict"
+                prefill_buffer = default_prefill_buffer(budget, buffer) if is_staged else None
         members = sorted(members)
         budgets: Sequence[int | None] = [budget] * len(members)
         if budget is not None:
@@ -553,6 +575,7 @@ class _Resolution:
                 heads=heads,
                 budget_from=share,
                 prefill_buffer=None if prefill_buffer == buffer else prefill_buffer,
+                prefill_by_default=is_default,
             )
             for layer_idx, rows in zip(members, budgets, strict=True)
         ]

@@ -15,6 +15,9 @@ from kvpolicy.hooks.stack import Stack
 from kvpolicy.plan.plain import as_plain
 from kvpolicy.plan.spec import Heads, Padding, PolicySpec, PromptRows
 
+# Rows beside the slabs may be one in so many of all slots.
+_STAGED_SHARE = 4
+
 
 @attrs.frozen
 class LayerPlan:
@@ -33,6 +36,7 @@ class LayerPlan:
         heads: ``"own"``, or ``"shared"``: ``budget`` is the mean over the KV heads.
         prefill_buffer: Rows that may join before the next compaction while a prompt enters;
             ``None``: as many as later.
+        prefill_by_default: Whether the plan left that open. It is not part of the digest.
         budget_from: The calculation of a budget that the plan gives as a share, as text. It
             is not part of the digest: the plan equals one with the same number of rows.
     """
@@ -47,6 +51,7 @@ class LayerPlan:
     heads: Heads = "own"
     budget_from: str | None = attrs.field(default=None, eq=False)
     prefill_buffer: int | None = None
+    prefill_by_default: bool = attrs.field(default=False, eq=False)
 
     @property
     def evicts(self) -> bool:
@@ -90,6 +95,7 @@ class LayerPlan:
         stack: Stack,
         longest: int,
         longest_prompt: int | None = None,
+        longest_entering: int | None = None,
         num_staged: int = 1,
     ) -> Slab:
         """What the cache of this layer holds for each slot; see `capacity`.
@@ -98,6 +104,8 @@ class LayerPlan:
             stack: The layer's policies.
             longest: Tokens of the longest sequence.
             longest_prompt: Tokens of the longest prompt.
+            longest_entering: The most tokens that a sequence has when its first token is drawn,
+                if they are known to be fewer; they matter where prompts have rows beside slabs.
             num_staged: Prompts that have rows beside the slabs at a time.
         """
         room: int | None = None
@@ -105,16 +113,18 @@ class LayerPlan:
             assert self.budget is not None
             room = self.budget + self.buffer if self.bounded else UNLIMITED
         slab = stack.slab(self.capacity(longest, longest_prompt), room, self.heads)
-        rows = self._num_staged_rows(longest)
+        rows = self.num_staged_rows(longest, longest_entering)
         return attrs.evolve(slab, staging=Staging(rows, num_staged)) if rows else slab
 
-    def _num_staged_rows(self, longest: int) -> int:
-        """Rows that a prompt may have beside its slab."""
+    def num_staged_rows(self, longest: int, longest_entering: int | None = None) -> int:
+        """Rows that a prompt may have beside its slab; see `slab`."""
         if not self.stages:
             return 0
         assert self.budget is not None
         assert self.prefill_buffer is not None
-        return min(self.budget + self.prefill_buffer, longest) - self.capacity(longest)
+        entering = longest if longest_entering is None else longest_entering
+        most = min(self.budget + self.prefill_buffer, entering)
+        return max(most - self.capacity(longest), 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as JSON gives it back."""
@@ -196,14 +206,33 @@ class ResolvedPlan:
         """Whether prompts may have rows beside their slabs in any layer."""
         return any(layer.stages for layer in self.layers)
 
-    def most_staged(self, max_tokens_per_forward: int) -> int:
-        """The most prompts that have rows beside their slabs: as many as enter in one forward.
+    def num_staged(
+        self,
+        num_slots: int,
+        max_tokens_per_forward: int,
+        longest: int,
+        longest_entering: int | None = None,
+    ) -> int:
+        """Prompts that have rows beside their slabs at a time; 0 if none needs any.
+
+        As many as enter in one forward and take, with these rows, no more than a quarter of the
+        memory of the slots; at least one.
 
         Args:
+            num_slots: Sequences.
             max_tokens_per_forward: The most prompt tokens of all sequences in one forward.
+            longest: Tokens of the longest sequence.
+            longest_entering: See `LayerPlan.slab`.
         """
-        sizes = [layer.prefill_buffer or 1 for layer in self.layers if layer.stages]
-        return max(max_tokens_per_forward // max(sizes), 1) if sizes else 0
+        rows = [layer.num_staged_rows(longest, longest_entering) for layer in self.layers]
+        staged = [layer for layer, num in zip(self.layers, rows, strict=True) if num]
+        if not staged:
+            return 0
+        entering = longest if longest_entering is None else longest_entering
+        widest = max(min(layer.prefill_buffer or 1, entering) for layer in staged)
+        of_slots = num_slots * sum(layer.capacity(longest) for layer in staged)
+        most = min(max_tokens_per_forward // widest, of_slots // (_STAGED_SHARE * sum(rows)))
+        return min(num_slots, max(most, 1))
 
     def compacting_layers(self) -> list[LayerPlan]:
         """The layers from which a compaction may remove rows."""

@@ -30,6 +30,7 @@ from kvpolicy.cli.options import (
     Overrides,
     Plugins,
     Policies,
+    PrefillBuffer,
     TrustRemoteCode,
     WeightOrder,
     choose_plan,
@@ -108,6 +109,7 @@ def serve(
     policy: Policies = None,
     budget: Budget = None,
     buffer: Buffer = None,
+    prefill_buffer: PrefillBuffer = None,
     length: Length = None,
     overrides: Overrides = None,
     plugin: Plugins = None,
@@ -369,7 +371,12 @@ def serve(
     largest_body = parse_bytes("--max-body", max_body)
     keys = _keys(api_key)
     register_plugins(plugin)
-    numbers = {"budget": budget, "buffer": buffer, "length": length}
+    numbers = {
+        "budget": budget,
+        "buffer": buffer,
+        "prefill_buffer": prefill_buffer,
+        "length": length,
+    }
     plans = _plans(plan or [], policy or [], numbers, overrides or [], model)
     names = _names(served_model_name or [model_name(model)], [*plans])
     from kvpolicy.engine.bound_plan import DEFAULT_MAX_TOKENS

@@ -46,6 +46,7 @@ class LazyEviction:
     """
 
     ragged: ClassVar[bool] = True
+    stages_prompts: ClassVar[bool] = False  # uses by queries before the window are not seen
     tracks: ClassVar[tuple[str, ...]] = ("lazy_last", "lazy_interval")
 
     window_size: int = attrs.field(default=32, validator=[instance_of(int), ge(1)])

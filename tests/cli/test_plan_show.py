@@ -166,6 +166,17 @@ def test_a_budget_that_heads_share_is_shown_as_shared(
     assert "shared  " not in own.out
 
 
+def test_the_option_is_the_key_of_the_plan(kvpolicy: Shell, model_folder: Path) -> None:
+    words = ("plan", "show", "--policy", "h2o", "--budget", 16, "--buffer", 4, "--json")
+    words += ("--model", model_folder, "--slots", 2, "--tokens", 200)
+    by_option = kvpolicy(*words, "--prefill-buffer", 40).json
+    assert by_option == kvpolicy(*words, "--set", "prefill_buffer=40").json
+    without = kvpolicy(*words, "--prefill-buffer", 4).json
+    assert "prefill_buffer" not in without["layers"][0]
+    rows = without["bytes_per_slot"] // 20
+    assert by_option["staging_bytes"] == by_option["bytes"] - without["bytes"] == 36 * rows
+
+
 def test_policies_are_shown_without_a_file(
     kvpolicy: Shell, tmp_path: Path, model_folder: Path
 ) -> None:

@@ -71,7 +71,7 @@ def test_a_staging_area_is_a_part_of_what_is_suggested(
     kvpolicy: Shell, bare: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "plan.toml"
-    words = ("--model", bare, "--policy", "h2o", "--slots", 2, "--set", "prefill_buffer=48")
+    words = ("--model", bare, "--policy", "h2o", "--slots", 2, "--prefill-buffer", 48)
     answer = kvpolicy("plan", "suggest", *GIVEN, *words, "--output", output)
     assert answer.status == 0, answer.err
     shown = kvpolicy(
@@ -81,6 +81,7 @@ def test_a_staging_area_is_a_part_of_what_is_suggested(
     assert staging > 0
     assert 2 * shown["bytes_per_slot"] + staging == shown["bytes"] <= 60_000
     assert f"2 x {shown['bytes_per_slot']:,} B and {staging:,} B of staging" in answer.out
+    assert "rows, 48 while a prompt enters" in answer.words
 
 
 def test_weights_are_counted_if_asked_for(kvpolicy: Shell, bare: Path, model_folder: Path) -> None:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from allocations import peak_allocated
 from families import family_model
+from forwards import shapes_of_forwards
 from hypothesis import given
 from hypothesis import strategies as st
 from list_reference import ListLayer, reference_tokens
 from reuse_cases import assert_same, llama
 from strategies import costly, prompts
-from tiny import shared_model
+from tiny import shared_model, tiny_model
 from torch import Tensor
 
 from kvpolicy import (
@@ -31,7 +32,8 @@ from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows, Tracks
 from kvpolicy.cache.shape import LayerShape, Slab, Staging
 from kvpolicy.engine.memory.footprint import footprint, slots_within
-from kvpolicy.errors import PlanError
+from kvpolicy.errors import CacheError, PlanError
+from kvpolicy.plan.dump import to_plan_data
 from kvpolicy.plan.spec import LayerGroup
 
 NUM_LAYERS, NUM_NEW = 2, 8
@@ -172,13 +174,139 @@ def test_policies_are_told_of_all_rows_as_with_a_larger_buffer(chunk: int) -> No
     assert staged.seen[-1][2].shape[2] == 19
 
 
-def test_a_prefill_buffer_like_the_buffer_is_the_plan_without_it() -> None:
-    plans = [
-        Plan.uniform("h2o", budget=12, buffer=8, prefill_buffer=given).resolve(2)
-        for given in (None, 8)
+# The default
+
+
+@pytest.mark.usefixtures("default_prefill_buffer")
+@pytest.mark.parametrize(
+    ("budget", "buffer", "expected"),
+    [(12, 8, 12), (128, 32, 128), (512, 64, 512), (4096, 128, 1024), (12, 40, 40), (9, 2048, 2048)],
+)
+def test_a_plan_that_names_none_has_the_budget(budget: int, buffer: int, expected: int) -> None:
+    left_open, named, like_the_buffer = (
+        Plan.uniform("h2o", budget=budget, buffer=buffer, prefill_buffer=given).resolve(2)
+        for given in (None, expected, buffer)
+    )
+    assert left_open == named
+    assert left_open.digest() == named.digest()
+    assert left_open.stages == (expected > buffer)
+    assert (left_open.digest() != like_the_buffer.digest()) == left_open.stages
+
+
+@pytest.mark.parametrize(
+    "changes", [{"heads": "shared"}, {"prompt": "keep"}, {"padding": "stored"}], ids=str
+)
+@pytest.mark.usefixtures("default_prefill_buffer")
+def test_where_rows_cannot_lie_beside_slots_the_default_is_the_buffer(
+    changes: dict[str, Any],
+) -> None:
+    resolved = Plan.uniform("h2o", budget=12, buffer=8, **changes).resolve(2)
+    assert not resolved.stages
+    assert resolved == Plan.uniform(
+        "h2o", budget=12, buffer=8, prefill_buffer=8, **changes
+    ).resolve(2)
+
+
+@pytest.mark.usefixtures("default_prefill_buffer")
+def test_layers_with_a_sliding_window_have_chunks_of_the_buffer_by_default() -> None:
+    model = family_model("gemma2")
+    windows = [i for i, kind in enumerate(model.config.layer_types) if kind.startswith("sliding")]
+    others = [i for i in range(model.config.num_hidden_layers) if i not in windows]
+    plan = Plan.uniform("h2o", budget=3, buffer=2)
+    groups = [LayerGroup(windows, plan.stack, prefill_buffer=2), LayerGroup(others, plan.stack)]
+    asked = requests(random_prompts(40, 23))
+    ours, theirs = (
+        Engine(model, plan=one, slots=2).generate(asked)
+        for one in (plan, attrs.evolve(plan, layers=groups))
+    )
+    assert ours.cache.num_bytes == theirs.cache.num_bytes
+    for one, other in zip(ours.results(), theirs.results(), strict=True):
+        assert one.tokens == other.tokens
+    found = footprint(plan, model, slots=2, longest=60)
+    shown = ["prefill_buffer" in one for one in found.to_dict()["layers"]]
+    assert shown == [i in others for i in range(len(shown))]
+
+
+@pytest.mark.usefixtures("default_prefill_buffer")
+def test_a_prompt_enters_in_forwards_of_a_thousand_tokens() -> None:
+    model = tiny_model(num_layers=1, max_position_embeddings=4096)
+    engine = Engine(model, plan=Plan.uniform("streaming", budget=600, buffer=8), slots=2)
+    shapes = shapes_of_forwards(model)
+    (result,) = engine.generate(requests(random_prompts(2500), 1)).results()
+    assert [shape[1] for shape in shapes] == [1024, 176, 600, 600, 100]
+    assert result.compactions == 3
+    assert result.peak_rows == 608  # in its slot
+
+
+@pytest.mark.usefixtures("default_prefill_buffer")
+def test_prompts_that_fit_into_their_slots_see_no_change_and_no_memory() -> None:
+    model, asked = shared_model("llama"), requests(random_prompts(20, 7, 16), 30)
+    named = Plan.uniform("rkv", budget=16, buffer=4, prefill_buffer=4)
+    ours, theirs = (
+        Engine(model, plan=plan, slots=2).generate(asked)
+        for plan in (Plan.uniform("rkv", budget=16, buffer=4), named)
+    )
+    assert ours.cache.num_bytes == theirs.cache.num_bytes
+    assert [one.tokens for one in ours.results()] == [one.tokens for one in theirs.results()]
+
+
+@pytest.mark.usefixtures("default_prefill_buffer")
+def test_there_are_no_more_rows_beside_slots_than_the_longest_prompt_has() -> None:
+    model, plan = shared_model("llama"), Plan.uniform("streaming", budget=16, buffer=4)
+    beside = [
+        Engine(model, plan=plan, slots=2).generate(requests(random_prompts(num, 9), 50)).cache
+        for num in (20, 21, 60)
     ]
-    assert plans[0] == plans[1]
-    assert plans[0].digest() == plans[1].digest()
+    row = NUM_LAYERS * 2 * (2 * 8 * 4 + 8)  # two heads of keys, values and a position
+    sizes = [cache.num_bytes for cache in beside]
+    assert [size - sizes[0] for size in sizes] == [0, 2 * row, 12 * row]
+
+
+@pytest.mark.usefixtures("default_prefill_buffer")
+def test_a_policy_cache_has_chunks_of_the_buffer_by_default() -> None:
+    model = shared_model("llama")
+    (prompt,) = random_prompts(60)
+    cache = PolicyCache(model, Plan.uniform("h2o", budget=12, buffer=4))
+    with torch.no_grad():
+        tokens = model.generate(
+            torch.tensor([prompt]), past_key_values=cache, max_new_tokens=NUM_NEW, do_sample=False
+        )
+    plan = Plan.uniform("h2o", budget=12, buffer=4, prefill_buffer=4)
+    (result,) = Engine(model, plan=plan).generate(requests([prompt])).results()
+    assert tokens[0, 60:].tolist() == list(result.tokens)
+    snapshot = cache.snapshot(0)
+    assert snapshot.contents.layers[0].positions.shape[1] <= 16
+
+
+@pytest.mark.usefixtures("default_prefill_buffer")
+def test_a_policy_cache_takes_a_snapshot_unless_it_has_rows_beside_its_slot() -> None:
+    (request,), model = requests(random_prompts(57)), llama()
+    plan = Plan.uniform("streaming", budget=12, buffer=4)
+    engine = Engine(model, plan=plan, slots=1, chunk=10)
+    (result,) = engine.generate([request]).results()
+    cache = PolicyCache(model, plan)
+    assert result.snapshot is not None
+    cache.restore([result.snapshot])
+    assert cache.report.rows_evicted == result.rows_evicted
+    run = engine.open_run(max_len=90)
+    number = run.submit(request)
+    for _ in range(3):
+        run.step()
+    with pytest.raises(CacheError, match="prefill_buffer"):
+        cache.restore([run.snapshot(number)])
+
+
+@pytest.mark.usefixtures("default_prefill_buffer")
+def test_a_plan_that_is_written_leaves_open_what_was_and_names_what_was_named() -> None:
+    def written(**options: Any) -> dict[str, Any]:
+        plan = Plan.uniform("h2o", budget=12, buffer=8, **options).resolve(2)
+        data = to_plan_data(plan)
+        assert Plan.from_dict(data).resolve(2).digest() == plan.digest()
+        return dict(data["layers"][0])
+
+    assert "prefill_buffer" not in written()
+    assert written(prefill_buffer=8)["prefill_buffer"] == 8
+    assert written(prefill_buffer=50)["prefill_buffer"] == 50
 
 
 # Batches, turns, snapshots, prefixes
@@ -211,7 +339,8 @@ def test_a_batch_equals_each_prompt_alone_also_when_prompts_wait_for_a_lane(
 ) -> None:
     asked, plan = requests(random_prompts(*LENGTHS)), PLANS[name]
     alone = Engine(llama(), plan=plan, slots=1)
-    engine = Engine(llama(), plan=plan, slots=4, chunk=9, max_tokens_per_forward=30 * lanes)
+    # A lane for a quarter of the memory of the slots, if a forward takes so many prompts.
+    engine = Engine(llama(), plan=plan, slots=8, chunk=9, max_tokens_per_forward=30 * lanes)
     together = engine.generate(asked).results()
     run = engine.open_run(max_len=90)  # prompts and decode steps take turns
     numbers = [run.submit(one) for one in asked]
@@ -312,22 +441,28 @@ def test_the_allocator_counts_what_the_cache_reports(num_prompts: int) -> None:
     assert caches[0].num_bytes == 4 * rows * 4 * (2 * 32 * 4 + 8 + 4)
 
 
-@pytest.mark.parametrize(("max_tokens", "num_staged"), [(8192, 4), (200, 2), (64, 1), (10, 1)])
+@pytest.mark.parametrize(
+    ("slots", "max_tokens", "num_staged"),
+    [(24, 8192, 2), (36, 8192, 3), (36, 200, 2), (36, 64, 1), (4, 8192, 1), (36, 10, 1)],
+)
 def test_memory_is_slots_and_one_staging_area_known_beforehand(
-    max_tokens: int, num_staged: int
+    slots: int, max_tokens: int, num_staged: int
 ) -> None:
     model = shared_model("llama")
     plan = Plan.uniform("h2o", budget=24, buffer=8, prefill_buffer=100)
-    plain = Plan.uniform("h2o", budget=24, buffer=8)
+    plain = Plan.uniform("h2o", budget=24, buffer=8, prefill_buffer=8)
     limits = {"longest": 200, "max_tokens_per_forward": max_tokens}
-    found = footprint(plan, model, slots=4, **limits)
-    without = footprint(plain, model, slots=4, **limits)
+    found = footprint(plan, model, slots=slots, **limits)
+    without = footprint(plain, model, slots=slots, **limits)
     assert found.bytes_per_slot == without.bytes_per_slot
     per_row = found.layers[0].kv_bytes_per_row + found.layers[0].other_bytes_per_row
     assert found.staging_bytes == num_staged * 92 * per_row * len(found.layers)
     assert found.num_bytes == without.num_bytes + found.staging_bytes
-    engine = Engine(model, plan=plan, slots=4, max_tokens_per_forward=max_tokens)
-    run = engine.generate(requests(random_prompts(*[150] * 6), 5))
+    engine = Engine(model, plan=plan, slots=slots, max_tokens_per_forward=max_tokens)
+    run = engine.open_run(max_len=200)
+    for one in requests(random_prompts(150, 150, 150), 10):
+        run.submit(one)
+    run.close()
     run.results()
     assert run.cache.num_bytes == found.num_bytes
     assert run.report.peak_kv_bytes <= found.num_bytes + found.copied_bytes

@@ -29,7 +29,8 @@ def layouts_of(shapes: Sequence[LayerShape], slabs: Sequence[Slab], counts: Coun
 
 def _kind(shape: LayerShape, slab: Slab) -> tuple[bool, bool, bool, bool]:
     """Whether heads share rows, there is a window, prompts stay, and rows of them are staged."""
-    windowed, staged = shape.sliding_window is not None, slab.staging is not None
+    windowed = shape.sliding_window is not None
+    staged = slab.staging is not None and not windowed
     return slab.ragged, windowed, slab.room is not None, staged
 
 

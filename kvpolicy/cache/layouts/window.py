@@ -48,8 +48,8 @@ class Window(Even):
         self._slide = np.array([layer.slides for layer in layers])[:, None]
 
     def fit(self, shape: LayerShape, slab: Slab) -> Slab:
-        """No more rows than the window."""
-        return attrs.evolve(slab, capacity=min(slab.capacity, window_of(shape)))
+        """No more rows than the window, and none beside it, which would not leave with them."""
+        return attrs.evolve(slab, capacity=min(slab.capacity, window_of(shape)), staging=None)
 
     def room(self, slots: Sequence[int]) -> np.ndarray:
         """Any number of tokens for whole windows."""

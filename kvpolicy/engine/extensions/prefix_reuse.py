@@ -86,7 +86,11 @@ class Prefixes:
             adapter.rotates_by_length
         )
         self.ends_chunks = any(map(_keeps_more_than_rows, stacks)) or not self.cuts_prompts
-        sizes = [layer.budget + layer.buffer for layer in plan.layers if layer.budget is not None]
+        sizes = [
+            layer.budget + (layer.prefill_buffer or layer.buffer)
+            for layer in plan.layers
+            if layer.budget is not None
+        ]
         block = store.block_tokens
         self.stride = -(-max(sizes, default=1) // block) * block
         self._read_with = f"{tokenizer_fingerprint(tokenizer)} {block}".encode()

@@ -57,6 +57,14 @@ class LayerFootprint:
         """Decoder layer, counted from 0."""
         return self.plan.layer_idx
 
+    def to_dict(self) -> dict[str, Any]:
+        """What the layer does and allocates, as plain data."""
+        plan = self.plan.to_dict()
+        if self.sliding_window is not None:
+            plan.pop("prefill_buffer", None)  # it has no rows beside its slabs
+        sizes = ("sliding_window", "rows_per_slot", "bytes_per_slot")
+        return plan | {size: getattr(self, size) for size in sizes}
+
     def same_as(self, other: "LayerFootprint") -> bool:
         """Whether two layers differ in their number only."""
         return attrs.evolve(self, plan=attrs.evolve(self.plan, layer_idx=other.layer_idx)) == other
@@ -79,7 +87,7 @@ class Footprint:
         lookahead_size: The most tokens of a lookahead.
         lookahead_bytes_per_slot: Bytes that a lookahead of a sequence takes for a moment, at most:
             keys and values of its tokens in all layers, and their queries.
-        most_staged: The most prompts that have rows beside their slabs at a time.
+        max_tokens_per_forward: The most prompt tokens of all sequences in one forward.
         staged_bytes_per_prompt: Bytes of these rows of one prompt.
         staged_copy_bytes: The most bytes of a temporary copy of one prompt with such rows.
     """
@@ -93,7 +101,7 @@ class Footprint:
     layers: tuple[LayerFootprint, ...]
     lookahead_size: int = 0
     lookahead_bytes_per_slot: int = 0
-    most_staged: int = 0
+    max_tokens_per_forward: int = DEFAULT_MAX_TOKENS
     staged_bytes_per_prompt: int = 0
     staged_copy_bytes: int = 0
 
@@ -115,7 +123,7 @@ class Footprint:
     @property
     def num_staged(self) -> int:
         """Prompts that have rows beside their slabs at a time."""
-        return min(self.slots, self.most_staged)
+        return self.plan.num_staged(self.slots, self.max_tokens_per_forward, self.tokens)
 
     @property
     def staging_bytes(self) -> int:
@@ -149,7 +157,6 @@ class Footprint:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        sizes = ("sliding_window", "rows_per_slot", "bytes_per_slot")
         return {
             "dtype": self.dtype,
             "tokens": self.tokens,
@@ -163,10 +170,7 @@ class Footprint:
             "full_bytes_per_slot": self.full_bytes_per_slot,
             "shared_bytes_per_slot": self.shared_bytes_per_slot,
             "lookahead_bytes_per_slot": self.lookahead_bytes_per_slot,
-            "layers": [
-                layer.plan.to_dict() | {size: getattr(layer, size) for size in sizes}
-                for layer in self.layers
-            ],
+            "layers": [layer.to_dict() for layer in self.layers],
             "schedule": self.plan.to_dict()["schedule"],
         }
 
@@ -206,8 +210,8 @@ def footprint(
     for layer, stack, shape in parts:
         slab = layer.slab(stack, tokens, prompt_tokens)
         cache = _slot(shape, slab)
-        if slab.staging is not None:
-            lane = Slab(slab.staging.rows, tracks=slab.tracks)
+        if (staging := cache.slab.staging) is not None:
+            lane = Slab(staging.rows, tracks=slab.tracks)
             staged += _slot(shape, lane).num_bytes
             # All rows in a copy, and those of the slab in one on the way.
             copies.append((slab.most_rows + slab.capacity) * shape.row_bytes)
@@ -236,7 +240,7 @@ def footprint(
         tuple(layers),
         lookahead_size=max(stack.lookahead_size for stack in resolved.stacks()),
         lookahead_bytes_per_slot=_lookahead_bytes(resolved.stacks(), adapter.layer_shapes()),
-        most_staged=resolved.most_staged(max_tokens_per_forward),
+        max_tokens_per_forward=max_tokens_per_forward,
         staged_bytes_per_prompt=staged,
         staged_copy_bytes=max(copies),
     )

@@ -45,7 +45,8 @@ def _check_heads(plan: ResolvedPlan, layer: LayerPlan, shape: LayerShape, num_sh
 
 def _check_prefill_buffer(plan: ResolvedPlan, layer: LayerPlan, shape: LayerShape) -> None:
     """Rows leave a slab with a sliding window as tokens come, and those beside it would not."""
-    if layer.stages and shape.sliding_window is not None:
+    is_asked = layer.stages and not layer.prefill_by_default
+    if is_asked and shape.sliding_window is not None:
         msg = (
             f"{plan.name} gives layer {layer.layer_idx} a prefill_buffer of "
             f"{layer.prefill_buffer}, and that layer has a sliding window of "

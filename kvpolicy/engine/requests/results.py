@@ -47,7 +47,8 @@ class Result:
             policy failed and how; ``tokens`` are those generated before the error.
         compactions: Number of times that at least one layer was compacted.
         rows_evicted: Evicted rows, summed over layers and counted per KV head.
-        peak_rows: Maximum number of rows in any layer.
+        peak_rows: Maximum number of rows in any layer, in its slot: without those that lie beside
+            the slots while a prompt enters, in memory that all slots share.
         peak_bytes: Bytes of keys and values in those rows, summed over layers.
         full_bytes: Bytes of keys and values that a full cache holds for the same tokens: of all
             rows that some query can still attend to.
@@ -121,7 +122,8 @@ class RunReport:
             prompt were before its end was read; else ``None``.
         peak_kv_bytes: Peak bytes of the cache in this process: keys, values, positions, tracks,
             query windows, registers and unobserved hidden states of all slots, those of rows
-            that are not annotated yet, and the temporary copy of a compaction.
+            that are not annotated yet, rows beside the slots, and the temporary copy of a
+            compaction.
         num_processes: Processes that share the model and its cache.
         path: How decode steps were run: ``"eager: REASON"``, or ``"static"``, followed by
             ``", compiled"``, and on a GPU by ``", fused, in graphs"``,

@@ -24,6 +24,7 @@ from kvpolicy.cli.options import (
     GenerationOptions,
     choose_plan,
     default_request,
+    numbers_of,
     register_plugins,
     tell_no_effects,
 )
@@ -118,10 +119,11 @@ def answer_file(
     from kvpolicy.lab.models import ModelCache
     from kvpolicy.lab.prompt_files.store import AnswerStore, check_output
 
-    numbers = {"budget": options.budget, "buffer": options.buffer, "length": options.length}
     with PromptFile(options.file) as prompts:
         check_output(output, options.file)
-        plan = choose_plan(options.plan, options.policy or [], numbers, options.overrides or [])
+        plan = choose_plan(
+            options.plan, options.policy or [], numbers_of(options), options.overrides or []
+        )
         models = ModelCache(
             dtype=options.dtype,
             device=options.device,

@@ -31,6 +31,7 @@ from kvpolicy.cli.options import (
     PlanFile,
     Plugins,
     Policies,
+    PrefillBuffer,
     TrustRemoteCode,
     WeightOrder,
     check_new_file,
@@ -90,6 +91,7 @@ def lm_eval(
     policy: Policies = None,
     budget: Budget = None,
     buffer: Buffer = None,
+    prefill_buffer: PrefillBuffer = None,
     length: Length = None,
     overrides: Overrides = None,
     plugin: Plugins = None,
@@ -175,7 +177,12 @@ def lm_eval(
 
     require("lm_eval", "this command", extra="lm-eval")
     register_plugins(plugin)
-    numbers = {"budget": budget, "buffer": buffer, "length": length}
+    numbers = {
+        "budget": budget,
+        "buffer": buffer,
+        "prefill_buffer": prefill_buffer,
+        "length": length,
+    }
     chosen = choose_plan(plan, policy or [], numbers, overrides or [])
     from lm_eval.utils import simple_parse_args_string
 

@@ -74,7 +74,7 @@ Grid = Annotated[
     _policy(
         "--grid",
         metavar="KEY=V1,V2,...",
-        help="Values to try of POLICY.KNOB, or of buffer; may be repeated.",
+        help="Values to try of POLICY.KNOB, of buffer or prefill_buffer; may be repeated.",
     ),
 ]
 Zip = Annotated[

@@ -348,6 +348,7 @@ class LoadedPolicyLM(PolicyLM):
         policy: str | None = None,
         budget: int | str | None = None,
         buffer: int | None = None,
+        prefill_buffer: int | None = None,
         length: int | None = None,
         dtype: str = "auto",
         device: str | None = None,
@@ -366,6 +367,7 @@ class LoadedPolicyLM(PolicyLM):
             policy: Names of policies, with ``+`` between them, in place of a plan.
             budget: Budget of the plan.
             buffer: Buffer of the plan.
+            prefill_buffer: Buffer of the plan while a prompt enters.
             length: Length that a budget in percent refers to.
             dtype: Precision of the model.
             device: Device of the model.
@@ -385,7 +387,12 @@ class LoadedPolicyLM(PolicyLM):
         if (plan is None) == (policy is None):
             msg = "model_args needs either policy=NAME or plan=FILE"
             raise PlanError(msg)
-        given = {"budget": budget, "buffer": buffer, "length": length}
+        given = {
+            "budget": budget,
+            "buffer": buffer,
+            "prefill_buffer": prefill_buffer,
+            "length": length,
+        }
         overrides = [
             Override(key, parse_value(str(value)), source=f"{key}={value} of model_args")
             for key, value in given.items()

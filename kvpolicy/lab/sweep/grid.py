@@ -33,6 +33,8 @@ from kvpolicy.plan.toml import Override, apply_override, policies_named, read_ta
 # Names and titles do not change the samples, so they are not part of a setting's id.
 _NOT_IN_ID = ("model", "columns")
 
+_BUFFERS = ("buffer", "prefill_buffer")
+
 
 @attrs.frozen
 class EvalSetting:
@@ -290,6 +292,7 @@ def build_cells(
     budgets: Sequence[int] = (),
     variants: Sequence[Variant] = (),
     buffer: int | None,
+    prefill_buffer: int | None = None,
     overrides: Sequence[str] = (),
 ) -> list[Cell]:
     """Resolve every series at every budget and variant.
@@ -301,6 +304,7 @@ def build_cells(
             gives one cell.
         variants: Budgets with knobs; a knob applies to the plans that use its policy.
         buffer: Buffer of the plans that have none of their own.
+        prefill_buffer: That of prompts that enter, likewise.
         overrides: ``--set`` strings; ``POLICY.KNOB=VALUE`` applies to the plans that use the
             policy.
 
@@ -314,6 +318,8 @@ def build_cells(
     variants = [*map(Variant, budgets), *variants]
     _check_overrides(series, overrides)
     _check_knobs(series, variants, overrides)
+    sizes = {"buffer": buffer, "prefill_buffer": prefill_buffer}
+    given = {key: size for key, size in sizes.items() if size is not None}
     cells: dict[str, Cell] = {}
     for one in series:
         mine = [override for override in overrides if _applies(override, one)]
@@ -322,7 +328,7 @@ def build_cells(
             knobs = {key: v for key, v in variant.knobs.items() if _applies(key, one)}
             if knobs in without_budget:
                 continue
-            cell = _build_cell(one, Variant(variant.budget, knobs), num_layers, buffer, mine)
+            cell = _build_cell(one, Variant(variant.budget, knobs), num_layers, given, mine)
             cells.setdefault(cell.digest, cell)
             if not cell.resolved.uses_default_budget:
                 without_budget.append(knobs)
@@ -333,18 +339,22 @@ def _build_cell(
     series: Series,
     variant: Variant,
     num_layers: int,
-    buffer: int | None,
+    given: Mapping[str, int],
     overrides: Sequence[str],
 ) -> Cell:
     name = f"plan '{series.label}'"
-    raw = read_tables(({} if buffer is None else {"buffer": buffer}) | series.plan, name)
-    tried = [_override(key, value) for key, value in variant.knobs.items()]
-    plan = Plan.from_dict(raw, [*tried, *overrides], name=name, options={"budget": "--budgets"})
-    resolved = plan.resolve(num_layers, default_budget=variant.budget)
+
+    def resolve(given: Mapping[str, int], knobs: Mapping[str, Any]) -> ResolvedPlan:
+        raw = read_tables({**given, **series.plan}, name)
+        tried = [_override(key, value) for key, value in knobs.items()]
+        plan = Plan.from_dict(raw, [*tried, *overrides], name=name, options={"budget": "--budgets"})
+        return plan.resolve(num_layers, default_budget=variant.budget)
+
+    resolved, knobs = resolve(given, variant.knobs), variant.knobs
+    if not any(layer.bounded for layer in resolved.layers):  # it ignores its buffers
+        knobs = {key: value for key, value in knobs.items() if key not in _BUFFERS}
+        resolved = resolve({}, knobs)
     compacting = resolved.compacting_layers()
-    is_bounded = any(layer.bounded for layer in resolved.layers)
-    # A plan without bounded layers ignores its buffer.
-    knobs = {key: v for key, v in variant.knobs.items() if key != "buffer" or is_bounded}
     return Cell(
         series=", ".join([series.label, *format_knobs(knobs)]),
         budget=_mean(layer.budget for layer in compacting),

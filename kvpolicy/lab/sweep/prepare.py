@@ -50,6 +50,7 @@ def load_sweep(
         plans=plans,
         budgets=given.get("budgets", ()),
         buffer=given.get("buffer"),
+        prefill_buffer=given.get("prefill_buffer"),
     )
     given["series"] = tuple(series)
     if policies or plans:
@@ -71,6 +72,7 @@ def load_series(
     plans: Sequence[Path] = (),
     budgets: Sequence[int] = (),
     buffer: int | None = None,
+    prefill_buffer: int | None = None,
 ) -> list[Series]:
     """Read what a sweep compares; policies and plans need no sweep file.
 
@@ -82,6 +84,7 @@ def load_series(
         plans: Plan files to compare too; instead of the file's series if no preset is named.
         budgets: If given, plans lose the budget of their own.
         buffer: Likewise.
+        prefill_buffer: Likewise.
 
     Raises:
         KVPolicyError: The sweep or a plan cannot be read.
@@ -99,7 +102,11 @@ def load_series(
     else:
         series = list(base)
     series += [Series.from_file(path) for path in plans]
-    given = {"budget": bool(budgets), "buffer": buffer is not None}
+    given = {
+        "budget": bool(budgets),
+        "buffer": buffer is not None,
+        "prefill_buffer": prefill_buffer is not None,
+    }
     left_out = [key for key, is_given in given.items() if is_given]
     return _told_apart([_without(one, left_out) for one in series])
 
@@ -157,6 +164,7 @@ def build_sweep(
                 num_layers=setting.model.num_layers,
                 variants=variants[names],
                 buffer=config.buffer,
+                prefill_buffer=config.prefill_buffer,
                 overrides=overrides,
             )
         for cell in resolved[key]:

@@ -92,9 +92,11 @@ class SweepConfig:
         slots: Samples decoded together.
         budgets: Budgets at which to run every series; needed by plans without one of their own.
         buffer: Rows that may join before the next compaction; likewise.
+        prefill_buffer: Rows that may while a prompt enters; likewise.
         series: The plans to compare; the first one is the baseline.
         seeds: Each selects examples and seeds the sampling of tokens.
-        knobs: Values to try, by the path that ``--set`` takes: ``POLICY.KNOB`` or ``buffer``.
+        knobs: Values to try, by the path that ``--set`` takes: ``POLICY.KNOB``, ``buffer`` or
+            ``prefill_buffer``.
         combine: ``"product"``: all combinations of models, tasks, seeds, budgets and knob
             values. ``"zip"``: the first of each list, then the second of each, and so on; a list
             with one entry is repeated.
@@ -113,6 +115,7 @@ class SweepConfig:
     slots: int = attrs.field(default=8, validator=ge(1))
     budgets: tuple[int, ...] = attrs.field(default=(), validator=deep_iterable(ge(1)))
     buffer: int | None = attrs.field(default=None, validator=optional(ge(1)))
+    prefill_buffer: int | None = attrs.field(default=None, validator=optional(ge(1)))
     seeds: tuple[int, ...] = attrs.field(default=(0,), validator=[min_len(1), deep_iterable(ge(0))])
     knobs: dict[str, tuple[Any, ...]] = attrs.field(factory=dict, validator=_check_knobs)
     combine: Combine = "product"

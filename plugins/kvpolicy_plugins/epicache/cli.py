@@ -31,6 +31,7 @@ from kvpolicy.cli.options import (
     Overrides,
     PlanFile,
     Policies,
+    PrefillBuffer,
     Slots,
     TrustRemoteCode,
     choose_plan,
@@ -137,6 +138,7 @@ def build(
     policy: Policies = None,
     budget: Budget = None,
     buffer: Buffer = None,
+    prefill_buffer: PrefillBuffer = None,
     overrides: Overrides = None,
     model: Model = DEFAULT_MODEL,
     dtype: Dtype = "auto",
@@ -147,7 +149,7 @@ def build(
 ) -> None:
     """Prefill a conversation once for each of its topics, and write what stays to a folder."""
     settings = _settings(episodes, window, medoids, instruction, embedding, route, seed)
-    chosen = _plan_of(plan, policy, budget, buffer, overrides)
+    chosen = _plan_of(plan, policy, (budget, buffer, prefill_buffer), overrides)
     conversations = _conversations(task, chat=chat)
     from kvpolicy.plan.dump import to_toml
     from kvpolicy_plugins.epicache.store import EpisodeStore
@@ -244,6 +246,7 @@ def evaluate(
     policy: Policies = None,
     budget: Budget = None,
     buffer: Buffer = None,
+    prefill_buffer: PrefillBuffer = None,
     overrides: Overrides = None,
     max_new_tokens: MaxNewTokens = None,
     model: Model = DEFAULT_MODEL,
@@ -260,7 +263,7 @@ def evaluate(
     differences between the shares of its questions that were answered.
     """
     settings = _settings(episodes, window, medoids, instruction, embedding, route, seed)
-    chosen = _plan_of(plan, policy, budget, buffer, overrides)
+    chosen = _plan_of(plan, policy, (budget, buffer, prefill_buffer), overrides)
     conversations = _conversations(task, chat=chat)
     from kvpolicy import Engine, Plan
     from kvpolicy.lab.tasks.task import grader_of
@@ -515,15 +518,16 @@ def _settings(
 def _plan_of(
     plan: Path | None,
     policy: list[str] | None,
-    budget: str | None,
-    buffer: int | None,
+    numbers: tuple[str | None, int | None, int | None],
     overrides: list[str] | None,
 ) -> "Plan":
+    budget, buffer, prefill_buffer = numbers
     policies = [] if plan is not None else (policy or ["epicache"])
     if plan is None and budget is None and not any("budget" in one for one in overrides or ()):
         msg = "no budget was given: the rows that stay of a conversation; give --budget N"
         raise KVPolicyError(msg)
-    return choose_plan(plan, policies, {"budget": budget, "buffer": buffer}, overrides or [])
+    given = {"budget": budget, "buffer": buffer, "prefill_buffer": prefill_buffer}
+    return choose_plan(plan, policies, given, overrides or [])
 
 
 def _conversations(name: str, *, chat: bool) -> "ConversationTask":

@@ -67,6 +67,7 @@ class EpiCache:
     """
 
     ragged: ClassVar[bool] = True
+    stages_prompts: ClassVar[bool] = False  # the buffer is the block of a prompt, too
 
     prompt: str | tuple[int, ...] = attrs.field(
         default=(

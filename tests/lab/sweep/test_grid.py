@@ -7,7 +7,7 @@ import pytest
 
 from kvpolicy.errors import BudgetError, PlanError, UnknownPolicyError
 from kvpolicy.lab.sweep.grid import Cell, build_cells
-from kvpolicy.lab.sweep.sweep_file import Series
+from kvpolicy.lab.sweep.sweep_file import Series, Variant
 
 
 def cells(*series: Series, budgets: list[int], overrides: list[str] | None = None) -> list[Cell]:
@@ -78,6 +78,19 @@ def test_an_override_applies_to_the_series_that_mix_its_policy() -> None:
     assert after[0].resolved.layers[0].stack[0].knobs["of"][1]["mix_lambda"] == 0.5
     assert before[0].digest != after[0].digest
     assert before[1].digest == after[1].digest
+
+
+def test_a_larger_buffer_of_prompts_is_an_axis_and_a_full_cache_has_none() -> None:
+    series = [Series.from_stack(name) for name in ("full", "h2o")]
+    tried = [Variant(64, {"prefill_buffer": size}) for size in (32, 160)]
+    found = build_cells(series, num_layers=2, variants=tried, buffer=32)
+    assert [(one.series, one.resolved.layers[0].prefill_buffer) for one in found] == [
+        ("full", None),
+        ("h2o, prefill_buffer=32", None),
+        ("h2o, prefill_buffer=160", 160),
+    ]
+    given = build_cells(series, num_layers=2, budgets=[64], buffer=32, prefill_buffer=160)
+    assert [one.digest for one in given] == [found[0].digest, found[2].digest]
 
 
 def test_an_override_of_the_buffer_applies_to_all() -> None:
