@@ -52,6 +52,15 @@ def generated_texts(
     return texts, [_logprobs(result) for result in ended], run.report.path
 
 
+def texts_without_logprobs(
+    model: Any, tokenizer: Any, plan: Plan, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> list[Text]:
+    """Texts of which only tokens are asked, so that steps are launched before these are read."""
+    engine = Engine(model, tokenizer, plan, slots=len(prompts), steps_per_read=STEPS_PER_READ)
+    results = engine.generate([Request(prompt, new_tokens) for prompt in prompts]).results()
+    return [Text(result.tokens, {}) for result in results]
+
+
 def texts_of_generate(
     model: Any,
     tokenizer: Any,

@@ -76,7 +76,8 @@ def checked_plan(name: str, expected: dict[str, Any], device: str, quick: bool) 
     started = time.monotonic()
     parts = [("greedy", _check_greedy), ("bf16", _check_bf16)]
     parts += [("drawn", _check_drawn)] if name in DRAWN else []
-    parts += [("generate", _check_generate)] if name in GENERATED else []
+    if name in GENERATED:
+        parts += [("ahead", _check_ahead), ("generate", _check_generate)]
     parts += [("compactions", _check_compactions)] if name == "h2o" and device == "cuda" else []
     work = _Work(name, expected, device, QUICK if quick else FULL)
     for part, check in parts:
@@ -138,6 +139,15 @@ def _check_drawn(work: _Work, checked: Checked) -> None:
         work.model, work.tokenizer, work.plan, work.prompts, work.sizes.new_tokens, drawn=True
     )
     _compare("drawn", work, checked, texts, work.expected["drawn"], drawn=True)
+
+
+def _check_ahead(work: _Work, checked: Checked) -> None:
+    from decoding import texts_without_logprobs
+
+    texts = texts_without_logprobs(
+        work.model, work.tokenizer, work.plan, work.prompts, work.sizes.new_tokens
+    )
+    _compare("ahead", work, checked, texts, work.expected["greedy"], drawn=False)
 
 
 def _check_generate(work: _Work, checked: Checked) -> None:
@@ -218,7 +228,7 @@ def _line(checked: Checked) -> str:
     figures = checked.figures
     parts = [
         f"{part} {found['equal']}/{found['texts']}" + "".join(f" ({tie})" for tie in found["ties"])
-        for part in ("greedy", "drawn", "generate")
+        for part in ("greedy", "ahead", "drawn", "generate")
         if (found := figures.get(part))
     ]
     if "bf16" in figures:
