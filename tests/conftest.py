@@ -24,8 +24,6 @@ import hypothesis
 import pytest
 import torch
 
-from kvpolicy.plan import plan as plans
-
 # Drawn examples: a handful, the same in every run, where each change is tested; a hundred random
 # ones, and what draws a failing one again is printed (`HYPOTHESIS_PROFILE=nightly`).
 _COMMON = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
@@ -41,11 +39,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell script that runs pytest in the background ignores SIGINT, and processes that tests
     # start and interrupt would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-# Prompts of tests have a few dozen tokens. With the default, most would enter as a whole, and no
-# row would leave within them: they enter in chunks of the buffer, as if ``prefill_buffer`` were
-# ``buffer``, unless a test takes `default_prefill_buffer` or names one.
-PER_BUDGET, plans.PREFILL_BUFFER_PER_BUDGET = plans.PREFILL_BUFFER_PER_BUDGET, 0
 
 REASON = "needs the bundled reasoners, which are not installed"
 
@@ -121,12 +114,6 @@ def _values(case: pytest.Item) -> set[tuple[str, int]]:
     """The parameters of a case and which objects they are."""
     params = case.callspec.params  # type: ignore[attr-defined]
     return {(name, id(value)) for name, value in params.items()}
-
-
-@pytest.fixture
-def default_prefill_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans that name no ``prefill_buffer`` have the default that users have."""
-    monkeypatch.setattr(plans, "PREFILL_BUFFER_PER_BUDGET", PER_BUDGET)
 
 
 @pytest.fixture(autouse=True)

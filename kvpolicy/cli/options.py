@@ -204,7 +204,7 @@ PrefillBuffer = Annotated[
     typer.Option(
         min=1,
         help="Rows to append between compactions while a prompt enters. [default: the plan's, or "
-        "the budget, at most 1024]",
+        "the budget from 256 on, at most 1024]",
         rich_help_panel=POLICY,
     ),
 ]

@@ -45,9 +45,9 @@ from kvpolicy.plan.toml import Override, apply_override, read_file, read_tables
 
 LARGEST_DEFAULT_BUFFER = 128  # that of R-KV and SkipKV, whose budgets begin at 1,024
 LARGEST_DEFAULT_PREFILL_BUFFER = 1024
+LEAST_STAGED_BUDGET = 256
 _USUAL_BUFFER = 32
 _BUDGET_PER_BUFFER = 8
-PREFILL_BUFFER_PER_BUDGET = 1
 
 
 def default_buffer(budget: int | None) -> int:
@@ -67,15 +67,17 @@ def default_buffer(budget: int | None) -> int:
 def default_prefill_buffer(budget: int, buffer: int) -> int:
     """The ``prefill_buffer`` of a plan that names none, where prompts can have rows beside slabs.
 
-    As many rows as the budget, at most 1,024, and at least the buffer. Where a few queries at the
-    end of a chunk say what stays, larger ones cost quality: see docs/explanation/budgets.md.
+    As many rows as the budget from a budget of 256 on, at most 1,024, and at least the buffer.
+    Where a few queries at the end of a chunk say what stays, larger ones cost quality, and with
+    less than 256 rows there is little time to be gained: see docs/explanation/budgets.md.
 
     Args:
         budget: Rows that stay after a compaction.
         buffer: Rows that may join before the next compaction later.
     """
-    most = min(PREFILL_BUFFER_PER_BUDGET * budget, LARGEST_DEFAULT_PREFILL_BUFFER)
-    return max(buffer, most)
+    if budget < LEAST_STAGED_BUDGET:
+        return buffer
+    return max(buffer, min(budget, LARGEST_DEFAULT_PREFILL_BUFFER))
 
 
 @attrs.frozen
@@ -167,7 +169,7 @@ class Plan:
             prompt: ``"keep"``: rows of prompts stay, and the budget counts the rows behind them.
             heads: ``"own"``, or ``"shared"``: the budget is the mean over the KV heads of a layer.
             prefill_buffer: Rows that may join before the next compaction while a prompt enters; by
-                default as large as the budget, at most 1,024, see `default_prefill_buffer`.
+                default `default_prefill_buffer`.
 
         Raises:
             PlanError: If a value is malformed, or knobs are given for a policy that is not in

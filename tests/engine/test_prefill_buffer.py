@@ -177,12 +177,13 @@ def test_policies_are_told_of_all_rows_as_with_a_larger_buffer(chunk: int) -> No
 # The default
 
 
-@pytest.mark.usefixtures("default_prefill_buffer")
 @pytest.mark.parametrize(
     ("budget", "buffer", "expected"),
-    [(12, 8, 12), (128, 32, 128), (512, 64, 512), (4096, 128, 1024), (12, 40, 40), (9, 2048, 2048)],
+    [(12, 8, 8), (255, 32, 32), (256, 32, 256), (512, 64, 512), (4096, 128, 1024), (256, 300, 300)],
 )
-def test_a_plan_that_names_none_has_the_budget(budget: int, buffer: int, expected: int) -> None:
+def test_a_plan_that_names_none_has_the_budget_unless_that_is_small(
+    budget: int, buffer: int, expected: int
+) -> None:
     left_open, named, like_the_buffer = (
         Plan.uniform("h2o", budget=budget, buffer=buffer, prefill_buffer=given).resolve(2)
         for given in (None, expected, buffer)
@@ -196,25 +197,23 @@ def test_a_plan_that_names_none_has_the_budget(budget: int, buffer: int, expecte
 @pytest.mark.parametrize(
     "changes", [{"heads": "shared"}, {"prompt": "keep"}, {"padding": "stored"}], ids=str
 )
-@pytest.mark.usefixtures("default_prefill_buffer")
 def test_where_rows_cannot_lie_beside_slots_the_default_is_the_buffer(
     changes: dict[str, Any],
 ) -> None:
-    resolved = Plan.uniform("h2o", budget=12, buffer=8, **changes).resolve(2)
+    resolved = Plan.uniform("h2o", budget=300, buffer=8, **changes).resolve(2)
     assert not resolved.stages
     assert resolved == Plan.uniform(
-        "h2o", budget=12, buffer=8, prefill_buffer=8, **changes
+        "h2o", budget=300, buffer=8, prefill_buffer=8, **changes
     ).resolve(2)
 
 
-@pytest.mark.usefixtures("default_prefill_buffer")
 def test_layers_with_a_sliding_window_have_chunks_of_the_buffer_by_default() -> None:
     model = family_model("gemma2")
     windows = [i for i, kind in enumerate(model.config.layer_types) if kind.startswith("sliding")]
     others = [i for i in range(model.config.num_hidden_layers) if i not in windows]
-    plan = Plan.uniform("h2o", budget=3, buffer=2)
+    plan = Plan.uniform("h2o", budget=256, buffer=2)
     groups = [LayerGroup(windows, plan.stack, prefill_buffer=2), LayerGroup(others, plan.stack)]
-    asked = requests(random_prompts(40, 23))
+    asked = requests(random_prompts(300, 23))
     ours, theirs = (
         Engine(model, plan=one, slots=2).generate(asked)
         for one in (plan, attrs.evolve(plan, layers=groups))
@@ -222,12 +221,11 @@ def test_layers_with_a_sliding_window_have_chunks_of_the_buffer_by_default() -> 
     assert ours.cache.num_bytes == theirs.cache.num_bytes
     for one, other in zip(ours.results(), theirs.results(), strict=True):
         assert one.tokens == other.tokens
-    found = footprint(plan, model, slots=2, longest=60)
+    found = footprint(plan, model, slots=2, longest=400)
     shown = ["prefill_buffer" in one for one in found.to_dict()["layers"]]
     assert shown == [i in others for i in range(len(shown))]
 
 
-@pytest.mark.usefixtures("default_prefill_buffer")
 def test_a_prompt_enters_in_forwards_of_a_thousand_tokens() -> None:
     model = tiny_model(num_layers=1, max_position_embeddings=4096)
     engine = Engine(model, plan=Plan.uniform("streaming", budget=600, buffer=8), slots=2)
@@ -238,57 +236,53 @@ def test_a_prompt_enters_in_forwards_of_a_thousand_tokens() -> None:
     assert result.peak_rows == 608  # in its slot
 
 
-@pytest.mark.usefixtures("default_prefill_buffer")
 def test_prompts_that_fit_into_their_slots_see_no_change_and_no_memory() -> None:
-    model, asked = shared_model("llama"), requests(random_prompts(20, 7, 16), 30)
-    named = Plan.uniform("rkv", budget=16, buffer=4, prefill_buffer=4)
+    model, asked = shared_model("llama"), requests(random_prompts(260, 7, 16), 30)
+    named = Plan.uniform("rkv", budget=256, buffer=4, prefill_buffer=4)
     ours, theirs = (
         Engine(model, plan=plan, slots=2).generate(asked)
-        for plan in (Plan.uniform("rkv", budget=16, buffer=4), named)
+        for plan in (Plan.uniform("rkv", budget=256, buffer=4), named)
     )
     assert ours.cache.num_bytes == theirs.cache.num_bytes
     assert [one.tokens for one in ours.results()] == [one.tokens for one in theirs.results()]
 
 
-@pytest.mark.usefixtures("default_prefill_buffer")
 def test_there_are_no_more_rows_beside_slots_than_the_longest_prompt_has() -> None:
-    model, plan = shared_model("llama"), Plan.uniform("streaming", budget=16, buffer=4)
+    model, plan = shared_model("llama"), Plan.uniform("streaming", budget=256, buffer=4)
     beside = [
         Engine(model, plan=plan, slots=2).generate(requests(random_prompts(num, 9), 50)).cache
-        for num in (20, 21, 60)
+        for num in (260, 261, 400)
     ]
     row = NUM_LAYERS * 2 * (2 * 8 * 4 + 8)  # two heads of keys, values and a position
     sizes = [cache.num_bytes for cache in beside]
-    assert [size - sizes[0] for size in sizes] == [0, 2 * row, 12 * row]
+    assert [size - sizes[0] for size in sizes] == [0, 2 * row, 140 * row]
 
 
-@pytest.mark.usefixtures("default_prefill_buffer")
 def test_a_policy_cache_has_chunks_of_the_buffer_by_default() -> None:
     model = shared_model("llama")
-    (prompt,) = random_prompts(60)
-    cache = PolicyCache(model, Plan.uniform("h2o", budget=12, buffer=4))
+    (prompt,) = random_prompts(300)
+    cache = PolicyCache(model, Plan.uniform("h2o", budget=256, buffer=4))
     with torch.no_grad():
         tokens = model.generate(
             torch.tensor([prompt]), past_key_values=cache, max_new_tokens=NUM_NEW, do_sample=False
         )
-    plan = Plan.uniform("h2o", budget=12, buffer=4, prefill_buffer=4)
+    plan = Plan.uniform("h2o", budget=256, buffer=4, prefill_buffer=4)
     (result,) = Engine(model, plan=plan).generate(requests([prompt])).results()
-    assert tokens[0, 60:].tolist() == list(result.tokens)
+    assert tokens[0, 300:].tolist() == list(result.tokens)
     snapshot = cache.snapshot(0)
-    assert snapshot.contents.layers[0].positions.shape[1] <= 16
+    assert snapshot.contents.layers[0].positions.shape[1] <= 260
 
 
-@pytest.mark.usefixtures("default_prefill_buffer")
 def test_a_policy_cache_takes_a_snapshot_unless_it_has_rows_beside_its_slot() -> None:
-    (request,), model = requests(random_prompts(57)), llama()
-    plan = Plan.uniform("streaming", budget=12, buffer=4)
-    engine = Engine(model, plan=plan, slots=1, chunk=10)
+    (request,), model = requests(random_prompts(430)), llama()
+    plan = Plan.uniform("streaming", budget=256, buffer=4)
+    engine = Engine(model, plan=plan, slots=1, chunk=100)
     (result,) = engine.generate([request]).results()
     cache = PolicyCache(model, plan)
     assert result.snapshot is not None
     cache.restore([result.snapshot])
     assert cache.report.rows_evicted == result.rows_evicted
-    run = engine.open_run(max_len=90)
+    run = engine.open_run(max_len=500)
     number = run.submit(request)
     for _ in range(3):
         run.step()
@@ -296,17 +290,16 @@ def test_a_policy_cache_takes_a_snapshot_unless_it_has_rows_beside_its_slot() ->
         cache.restore([run.snapshot(number)])
 
 
-@pytest.mark.usefixtures("default_prefill_buffer")
 def test_a_plan_that_is_written_leaves_open_what_was_and_names_what_was_named() -> None:
     def written(**options: Any) -> dict[str, Any]:
-        plan = Plan.uniform("h2o", budget=12, buffer=8, **options).resolve(2)
+        plan = Plan.uniform("h2o", budget=300, buffer=8, **options).resolve(2)
         data = to_plan_data(plan)
         assert Plan.from_dict(data).resolve(2).digest() == plan.digest()
         return dict(data["layers"][0])
 
     assert "prefill_buffer" not in written()
     assert written(prefill_buffer=8)["prefill_buffer"] == 8
-    assert written(prefill_buffer=50)["prefill_buffer"] == 50
+    assert written(prefill_buffer=400)["prefill_buffer"] == 400
 
 
 # Batches, turns, snapshots, prefixes
@@ -342,7 +335,7 @@ def test_a_batch_equals_each_prompt_alone_also_when_prompts_wait_for_a_lane(
     # A lane for a quarter of the memory of the slots, if a forward takes so many prompts.
     engine = Engine(llama(), plan=plan, slots=8, chunk=9, max_tokens_per_forward=30 * lanes)
     together = engine.generate(asked).results()
-    run = engine.open_run(max_len=90)  # prompts and decode steps take turns
+    run = engine.open_run(max_len=500)  # prompts and decode steps take turns
     numbers = [run.submit(one) for one in asked]
     results: dict[int, Any] = {}
     while len(results) < len(numbers):
@@ -373,7 +366,7 @@ def test_a_prompt_goes_on_from_a_snapshot_in_its_middle(num_steps: int) -> None:
     request, plan = requests(random_prompts(57))[0], PLANS["rkv"]
     engine = Engine(llama(), plan=plan, slots=2, chunk=10)
     (whole,) = engine.generate([request]).results()
-    run = engine.open_run(max_len=90)
+    run = engine.open_run(max_len=500)
     number = run.submit(request)
     for _ in range(num_steps):
         run.step()
@@ -395,7 +388,7 @@ def test_what_ends_in_the_middle_of_its_prompt_makes_room_for_others() -> None:
     first, second = requests(random_prompts(60, 61))
     engine = Engine(llama(), plan=PLANS["streaming"], slots=2, chunk=9, max_tokens_per_forward=9)
     (whole,) = engine.generate([second]).results()
-    run = engine.open_run(max_len=90)
+    run = engine.open_run(max_len=500)
     numbers = [run.submit(first), run.submit(second)]
     for _ in range(3):
         run.step()

@@ -28,8 +28,6 @@ from kvpolicy.lab.tasks.attention import HeldAttention
 from kvpolicy.lab.tasks.likelihood import Agreement, Perplexity
 from kvpolicy.lab.tasks.task import Example, Graded, installed_tasks
 
-pytestmark = pytest.mark.usefixtures("default_prefill_buffer")  # pages show what users see
-
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 HOOKS = [
