@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from kvpolicy.attention.blocks import blocks
 from kvpolicy.attention.visible import Visible
@@ -52,7 +53,8 @@ def _lower_right(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) 
         return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling)
     if queries.device.type == "cpu":  # where torch makes the bias below a dense mask
         return _to_two_parts(queries.to(keys.dtype), keys, values, num_rows - length, scaling)
-    bias = causal_lower_right(length, num_rows)
+    with _disable_current_modes():  # such as those that count operations: torch's class fails there
+        bias = causal_lower_right(length, num_rows)
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scaling)
 
 

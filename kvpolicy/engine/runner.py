@@ -119,6 +119,7 @@ class Runner:
         if step is self._newest:
             goes_on = [seq.finish_reason is None and step.error is None for seq in step.sequences]
             static.note_tokens([seq.tokens[-1] for seq in step.sequences], goes_on)
+            self._newest = None  # a step keeps its sequences, and these what policies remember
 
     def _run_eagerly(self, step: Step) -> Output:
         layout = EagerStep(self._cache, step.slots, step.lengths, step.totals)

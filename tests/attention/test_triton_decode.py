@@ -17,9 +17,9 @@ from triton_device import DEVICE
 from kvpolicy.attention import choose
 from kvpolicy.attention.base import DecodeLayer
 from kvpolicy.attention.choose import backend_for
+from kvpolicy.attention.chunks import chunks_of
 from kvpolicy.attention.triton_backend.append import append
 from kvpolicy.attention.triton_backend.backend import TritonBackend
-from kvpolicy.attention.triton_backend.chunks import chunks_of
 from kvpolicy.attention.triton_backend.decode import attend
 
 # Rows that are not held are not even read.

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 from weakref import ref
 
@@ -38,7 +39,7 @@ OF_FAMILIES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() & OF_FAMILIES))
 def test_families_are_fused_by_what_they_compute(family: str, dtype: torch.dtype) -> None:
-    engine = Engine(family_model(family).to(dtype), plan=Plan.uniform("full"), slots=2)
+    engine = Engine(deepcopy(family_model(family)).to(dtype), plan=Plan.uniform("full"), slots=2)
     run = engine.generate([Request([3, 4, 5], 40), Request([9], 40)])
     for _ in range(3):
         run.step()

@@ -117,7 +117,7 @@ def test_half_precision_rounds_where_a_model_does() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_whole_step_is_as_near_to_exact_numbers_as_a_plain_one(dtype: torch.dtype) -> None:
     """With the strides that joint products give heads and gates."""
-    model = family_model("qwen3").to(DEVICE, dtype)
+    model = deepcopy(family_model("qwen3")).to(DEVICE, dtype)
     exact_model = deepcopy(model).double()
     token_ids = torch.tensor([[3], [7], [4]], device=DEVICE)
     position_ids = torch.tensor([[0], [9], [5]], device=DEVICE)

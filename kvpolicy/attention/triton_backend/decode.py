@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.base import DecodeLayer, window_factor
+from kvpolicy.attention.chunks import BLOCK, DEFAULT_PROCESSORS, chunks_of
 from kvpolicy.attention.triton_backend.append import append
-from kvpolicy.attention.triton_backend.chunks import BLOCK, DEFAULT_PROCESSORS, chunks_of
 from kvpolicy.attention.triton_backend.compact import drop_oldest
 from kvpolicy.attention.triton_backend.rows import num_held, segment
 from kvpolicy.triton_common import dot, power_of_2, row_start, row_strides

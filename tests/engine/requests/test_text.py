@@ -52,7 +52,7 @@ def served(tokenizer: Any, tokens: list[int], **options: Any) -> Sequence:
     one = Sequence(0, request, (1,), len(tokens) + 1, frozenset(), tokenizer)
     for token in tokens:
         if one.finish_reason is None:
-            one.append(token)
+            one.take([token])
     return one
 
 

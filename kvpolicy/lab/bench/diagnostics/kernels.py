@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.fx import Node
 from transformers import PreTrainedModel
 
+from kvpolicy.attention.chunks import DEFAULT_PROCESSORS, chunks_of
 from kvpolicy.attention.operator import DECODE
-from kvpolicy.attention.triton_backend.chunks import DEFAULT_PROCESSORS, chunks_of
 from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.shape import Slab
 from kvpolicy.cache.static_step import Continuation, StaticStep

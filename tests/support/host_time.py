@@ -1,7 +1,7 @@
 """What the host does in a decode step, and how long it takes, on a device that only records.
 
-    python docs/benchmarks/host_time.py                           # 1, 32 and 256 sequences
-    python docs/benchmarks/host_time.py --batch 256 --plans full,h2o --json host.json
+    python tests/support/host_time.py                           # 1, 32 and 256 sequences
+    python tests/support/host_time.py --batch 256 --plans full,h2o --json host.json
 
 A step of the engine is run as on a GPU whose steps are replayed from graphs: a replay costs nothing
 and leaves tokens of a given sequence. What is left is the work of the host: whom to serve, what is
@@ -179,10 +179,10 @@ def main(arguments: list[str] | None = None) -> None:
     for plan in options.plans.split(","):
         for batch in map(int, options.batch.split(",")):
             measured.append(measure(plan, batch, options.steps, options.steps_per_read))
-            print(f"{plan}, {batch}: done", file=sys.stderr)
+            sys.stderr.write(f"{plan}, {batch}: done\n")
     if options.json is not None:
         options.json.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
-    print(table(measured))
+    sys.stdout.write(f"{table(measured)}\n")
 
 
 if __name__ == "__main__":
