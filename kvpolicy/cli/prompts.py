@@ -273,7 +273,7 @@ class ChatPrompts:
 
     Messages always are, and texts as a user's message where the tokenizer has a template. What has
     control tokens of the template in it was put into it before, and is left as it is, as are token
-    ids and the empty text.
+    ids, and a text of which the tokenizer knows nothing, which is refused later.
     """
 
     def __init__(self, tokenizer: Any, chat: Chat) -> None:
@@ -291,7 +291,9 @@ class ChatPrompts:
         text = prompt.content
         if self._chat.raw or prompt.messages or not isinstance(text, str) or not text.strip():
             return False
-        return self._has_template and not self._encoder.is_in_template(text)
+        if not self._has_template or self._encoder.is_in_template(text):
+            return False
+        return bool(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def encoded(self, prompt: Prompt) -> Prompt:
         """A prompt with the tokens of its chat, if it is one.
