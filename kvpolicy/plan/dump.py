@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.errors import PlanError
-from kvpolicy.plan.plan import Plan
+from kvpolicy.plan.plan import Plan, default_prefill_buffer
 from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
 from kvpolicy.plan.spec import PolicySpec
 
@@ -88,10 +88,14 @@ def _group(layers: Sequence[LayerPlan], num_layers: int) -> dict[str, Any]:
 
 
 def _prefill_buffer(layer: LayerPlan) -> dict[str, int]:
-    """The key, unless the plan left it open."""
-    if not layer.evicts or layer.prefill_by_default:
+    """The key, unless the plan left it open and a group with this budget has the same default."""
+    if not layer.evicts:
         return {}
-    return {"prefill_buffer": layer.prefill_buffer or layer.buffer}
+    assert layer.budget is not None
+    rows = layer.prefill_buffer or layer.buffer
+    if layer.prefill_by_default and rows == default_prefill_buffer(layer.budget, layer.buffer):
+        return {}
+    return {"prefill_buffer": rows}
 
 
 def _policy(spec: PolicySpec) -> dict[str, Any]:

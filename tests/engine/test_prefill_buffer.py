@@ -297,6 +297,12 @@ def test_a_plan_that_is_written_leaves_open_what_was_and_names_what_was_named() 
         assert Plan.from_dict(data).resolve(2).digest() == plan.digest()
         return dict(data["layers"][0])
 
+    allocated = Plan.uniform("pyramidkv", budget=134, knobs={"pyramidkv": {"beta": 29.0}}).resolve(
+        2
+    )
+    again = Plan.from_dict(to_plan_data(allocated)).resolve(2)
+    assert max(layer.budget or 0 for layer in again.layers) >= 256
+    assert again.digest() == allocated.digest()
     assert "prefill_buffer" not in written()
     assert written(prefill_buffer=8)["prefill_buffer"] == 8
     assert written(prefill_buffer=400)["prefill_buffer"] == 400

@@ -64,7 +64,13 @@ def one_group_per_layer(resolved: ResolvedPlan) -> Plan:
     """A plan with one group for each resolved layer."""
     return Plan(
         layers=tuple(
-            LayerGroup((layer.layer_idx,), layer.stack, layer.budget, layer.buffer)
+            LayerGroup(
+                (layer.layer_idx,),
+                layer.stack,
+                layer.budget,
+                layer.buffer,
+                prefill_buffer=layer.prefill_buffer or layer.buffer,
+            )
             for layer in resolved.layers
         )
     )
