@@ -506,7 +506,8 @@ class Checks:
             commands.append(("run", "--plan", path, *model, *limit, PROBLEM))
         # In one process: to import torch takes longer than all of them.
         given = json.dumps(commands)
-        printed = gate.run(bin_ / "python", "-c", RUN_COMMANDS, given, cwd=gate.work)
+        # Isolated: environments lie in this folder, and one is named after a package.
+        printed = gate.run(bin_ / "python", "-I", "-c", RUN_COMMANDS, given, cwd=gate.work)
         for name in policies:
             if not re.search(rf"^{name} ", printed, re.M):
                 raise StageError(f"{name} is not listed")
