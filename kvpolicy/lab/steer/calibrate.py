@@ -23,7 +23,7 @@ from kvpolicy.lab.models import fingerprint
 from kvpolicy.lab.steer.hidden_states import MarkedTrace, States, states_before_thoughts
 from kvpolicy.lab.steer.thoughts import EXECUTION, ThoughtRules, find_thoughts
 from kvpolicy.lab.tasks import chat_template as chat
-from kvpolicy.lab.tasks.task import GradeError, Split, Task, grader_of
+from kvpolicy.lab.tasks.task import GradeError, Split, Task, fitted, grader_of
 from kvpolicy.plan.plan import Plan
 from kvpolicy.toolkit.paragraphs import Paragraphs
 from kvpolicy.toolkit.steering_vectors import Calibration, SteeringVector
@@ -88,7 +88,8 @@ def write_traces(source: CalibrationSource, *, max_new_tokens: int, slots: int) 
     """
     grade = grader_of(source.task)
     engine = Engine(source.model, source.tokenizer, Plan.full_cache(), slots=slots)
-    drawn = source.task.examples(source.n, seed=source.seed, split=SPLIT)
+    task = fitted(source.task, source.tokenizer)
+    drawn = task.examples(source.n, seed=source.seed, split=SPLIT)
     examples = chat.wrap(drawn, source.tokenizer)
     texts = chat.encode(examples, source.tokenizer)
     prompts = [encode(text, source.tokenizer, engine.adapter.vocab_size) for text in texts]

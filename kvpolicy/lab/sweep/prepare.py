@@ -13,7 +13,7 @@ from kvpolicy.lab.models import ModelProvider
 from kvpolicy.lab.sweep.grid import Cell, EvalSetting, Sweep, build_cells, digest
 from kvpolicy.lab.sweep.sweep_file import Series, SweepConfig, Variant, load_preset
 from kvpolicy.lab.tasks.chat_template import wrap
-from kvpolicy.lab.tasks.task import Example, Task, load_task
+from kvpolicy.lab.tasks.task import Example, Task, fitted, load_task, needs_tokenizer
 
 _NO_SWEEP = (
     "no sweep was named, and no installed package sets a default: give --preset FILE, or {}."
@@ -204,16 +204,24 @@ def _settings(
     config: SweepConfig, names: Sequence[_Names], models: ModelProvider, execute_code: bool
 ) -> dict[_Names, EvalSetting]:
     tasks = {name: _task(name, execute_code) for name in config.tasks}
-    drawn = {pair: _draw(config, tasks[pair[0]], *pair) for pair in {one[1:] for one in names}}
+    # Examples that are the same for all models are drawn before a model is loaded.
+    drawn = {
+        (task, seed): _draw(config, tasks[task], task, seed)
+        for task, seed in {one[1:] for one in names}
+        if not needs_tokenizer(tasks[task])
+    }
     settings = {}
     # The first model is described last: it runs first, and is then still loaded.
     for model in reversed(dict.fromkeys(config.models)):
         info, tokenizer = models.describe(model)
         for task, seed in [one[1:] for one in names if one[0] == model]:
+            examples = drawn.get((task, seed)) or _draw(
+                config, fitted(tasks[task], tokenizer), task, seed
+            )
             settings[model, task, seed] = EvalSetting(
                 model=info,
                 task=tasks[task],
-                examples=wrap(drawn[task, seed], tokenizer),
+                examples=wrap(examples, tokenizer),
                 split=config.split,
                 sampling=Sampling(config.temperature, top_p=config.top_p, seed=seed),
                 seed=seed,

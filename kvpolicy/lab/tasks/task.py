@@ -72,7 +72,11 @@ class Example:
 
 
 class Task(Protocol):
-    """Examples, and the metric of a cell."""
+    """Examples, and the metric of a cell.
+
+    A task whose examples have lengths in tokens of the model also has a method
+    ``for_tokenizer(tokenizer)``, see `fitted`.
+    """
 
     @property
     def name(self) -> str:
@@ -402,6 +406,28 @@ def load_task(text: str) -> Any:
             raise TaskError(msg)
         name, options = QUESTIONS, {"source": name, **options}
     return _build(name, load_installed(GROUP, name, what="task", error=TaskError), options)
+
+
+def fitted(task: Task, tokenizer: Any) -> Task:
+    """A task for the model with a tokenizer.
+
+    Args:
+        task: The task.
+        tokenizer: The tokenizer, which counts the tokens of its examples.
+
+    Returns:
+        What the task's method ``for_tokenizer(tokenizer)`` returns; the task itself, if it has
+        none because its examples are the same for all models.
+    """
+    if not needs_tokenizer(task):
+        return task
+    found: Task = task.for_tokenizer(tokenizer)  # type: ignore[attr-defined]
+    return found
+
+
+def needs_tokenizer(task: Task) -> bool:
+    """Whether the examples of a task depend on the tokenizer of the model."""
+    return hasattr(task, "for_tokenizer")
 
 
 def spell(name: str, options: Mapping[str, object], defaults: Mapping[str, object]) -> str:

@@ -152,9 +152,9 @@ def _draw(task: str, n: int, seed: int, tokenizer: Any) -> list[list[int]]:
     """Prompts of a task, of its train split if it has one."""
     from kvpolicy.errors import TaskError
     from kvpolicy.lab.tasks.chat_template import encode, wrap
-    from kvpolicy.lab.tasks.task import load_task
+    from kvpolicy.lab.tasks.task import fitted, load_task
 
-    loaded = load_task(task)
+    loaded = fitted(load_task(task), tokenizer)
     try:
         drawn = loaded.examples(n, seed=seed, split="train")
     except TaskError:
