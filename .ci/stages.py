@@ -25,6 +25,7 @@ from gate import Gate, Stage, StageError
 
 UV = "uv==0.13.9"
 PAGES = "tests/repo/test_docs.py::test_page_runs_as_printed"
+CONFORMANCE = "tests/policies/test_conformance.py"  # of every policy
 OLDEST, NEWEST = "5.2.0", ">=5.23"  # transformers; the newest that the index has
 FULL = bool(os.environ.get("FULL"))
 JOBS = os.environ.get("JOBS", str(os.cpu_count() or 1))
@@ -79,7 +80,9 @@ class Change:
         for pattern in patterns:
             found = sorted(self._checkout.glob(pattern))
             if found:
-                return [str(test.relative_to(self._checkout)) for test in found]
+                tests = [str(test.relative_to(self._checkout)) for test in found]
+                of_policies = pattern.startswith("tests/policies/") and package != "tests"
+                return [*tests, CONFORMANCE] if of_policies else tests
         return []
 
     def _git(self, *words: str) -> str:
@@ -146,7 +149,6 @@ class Checks:
             Stage("ruff", self.ruff, chain="lint"),
             Stage("mypy", lambda gate: gate.run(self._dev / "mypy"), chain="lint"),
             Stage("collecting the tests", self.collection, chain="collection"),
-            Stage("the README's commands", self.readme, minutes=90, chain="readme"),
             Stage("tests of what the change touches", self.touched),
             Stage("all tests, with slow ones", self.all_tests, minutes=90),
         ]
@@ -155,19 +157,22 @@ class Checks:
         if self._tests_on_ray():
             usual.append(Stage("Ray and SLURM", self.ray, minutes=60, chain="ray"))
         usual += [
-            Stage("attention in Numba", self.numba, minutes=longest, chain="numba"),
-            Stage("kernels", self.kernels, chain="numba"),
             Stage("the oldest transformers", self.oldest, minutes=longest, chain="transformers"),
             Stage("the newest transformers", self.newest, minutes=longest, chain="transformers"),
-            Stage("wheel: contents", self.wheel, chain="wheel"),
-            Stage("wheel: what reads installed files", self.installed, chain="wheel"),
-            Stage("wheel: the packages of third parties", self.third_parties, chain="wheel"),
-            Stage("without the bundled reasoner", self.without_reasoner, chain="wheel"),
+            Stage("attention in Numba", self.numba, minutes=longest, chain="numba"),
+            Stage("kernels", self.kernels, chain="numba"),
             Stage("the software of machines with a GPU", self.gpu, chain="gpu"),
+            Stage("the README's commands", self.readme, minutes=90, chain="readme"),
         ]
         of_lm_eval = ("kvpolicy/lab/lm_eval", "tests/lab/lm_eval")
         if self._change.touches(*of_lm_eval) or self._change.pins("lm-eval"):
             usual.append(Stage("lm-evaluation-harness", self.lm_eval, chain="lm-eval"))
+        usual += [
+            Stage("wheel: contents", self.wheel, chain="wheel"),
+            Stage("wheel: what reads installed files", self.installed, chain="wheel"),
+            Stage("wheel: the packages of third parties", self.third_parties, chain="wheel"),
+            Stage("without the bundled reasoner", self.without_reasoner, chain="wheel"),
+        ]
         if FULL:
             usual += [
                 Stage("nightly tests", self.nightly, minutes=180),
@@ -319,7 +324,10 @@ class Checks:
         return []
 
     def readme(self, gate: Gate) -> None:
-        """Do what the README says; its environment has the packages of that of all tests."""
+        """Do what the README says; its environment has the packages of that of all tests.
+
+        Beside other stages: pip waits for packages, and for one core.
+        """
         install, test = self._commands_of_readme()
         # Python compiles what it imports; pip would compile all that it installs. It reads the
         # variable of a "no" the wrong way round: 0 is yes.

@@ -135,6 +135,7 @@ def test_package_that_misbehaves_on_import_is_named(
     load_policy("streaming")
 
 
+@pytest.mark.slow
 @pytest.mark.needs_reasoner
 def test_list_names_the_broken_and_shows_the_others(install: Install, kvpolicy: Shell) -> None:
     fine = ("mine", "Mine", POLICY)
@@ -181,6 +182,7 @@ def test_what_a_plugin_prints_is_not_in_the_output(install: Install, kvpolicy: S
     assert "hello\nbuilt" in answer.err
 
 
+@pytest.mark.slow
 def test_check_of_all_policies_names_the_broken_and_checks_the_others(
     install: Install, kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

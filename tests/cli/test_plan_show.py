@@ -107,6 +107,7 @@ def test_no_weights_are_needed(kvpolicy: Shell, tmp_path: Path, model_folder: Pa
     assert answer.status == 0, answer.err
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_run_is_refused(kvpolicy: Shell, tmp_path: Path) -> None:
     from transformers import T5Config
 

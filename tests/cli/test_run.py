@@ -264,6 +264,7 @@ def chatty(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
+@pytest.mark.slow
 def test_texts_are_put_into_the_chat_template_where_there_is_one(
     kvpolicy: Shell, chatty: Path, model_folder: Path
 ) -> None:

@@ -299,6 +299,7 @@ def problem_of(answer: Answer, parts: list[str]) -> str | None:
     return f"{missing} not in {sentence}" if missing else None
 
 
+@pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("command", sorted({case.words.split()[0] for case in CASES}))
 def test_wrong_input_gives_one_sentence_that_names_it(
@@ -327,6 +328,7 @@ def test_wrong_input_gives_one_sentence_that_names_it(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "message"),
     [

@@ -135,6 +135,7 @@ def test_prompts_are_whole_at_every_moment_under_every_policy(
             assert result.peak_rows <= max(most)
 
 
+@pytest.mark.slow
 @costly
 @given(
     st.sampled_from(["llama", "gemma2", "mistral"]),
@@ -399,6 +400,7 @@ def test_a_policy_that_compacts_prompts_only_evicts_nothing(name: str) -> None:
     assert list(result.tokens) == greedy_tokens(model, [3, 4] * 20, 30)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_resumed_sequence_has_the_rows_of_its_first_prompt(family: str, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def test_full_cache_equals_generate(device: torch.device, eager: bool) -> None:
     assert [list(result.tokens) for result in results] == expected
 
 
+@pytest.mark.slow
 def test_eviction_equals_the_list_reference(device: torch.device) -> None:
     plan = Plan.uniform(Rated(), budget=6, buffer=3)
     engine = Engine(model_on(device), plan=plan, slots=2)

@@ -94,6 +94,7 @@ def check_against_alone(engine: Engine, script: Script) -> None:
 # --- the same tokens ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @costly
 @given(models, evicting | named, options, scripts())
 def test_request_that_comes_at_any_time_equals_itself_alone(

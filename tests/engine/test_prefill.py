@@ -44,6 +44,7 @@ def forwards_of(engine: Engine) -> list[ForwardInput]:
     return forwards
 
 
+@pytest.mark.slow
 @costly
 @given(models, long_prompts, plans(num_layers=NUM_LAYERS), chunks, most_tokens, st.integers(1, 5))
 def test_no_prefill_exceeds_the_most_tokens_and_results_do_not_depend_on_them(

@@ -74,6 +74,7 @@ class EntersInList(ListLayer):
         self.buffer = later
 
 
+@pytest.mark.slow
 @costly
 @given(
     prompts(count=3, max_len=24),
@@ -330,6 +331,7 @@ PLANS = {
 LENGTHS = (3, 41, 70, 25, 17, 55, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", list(PLANS))
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -352,6 +354,7 @@ def test_a_batch_equals_each_prompt_alone_also_when_prompts_wait_for_a_lane(
         assert_same(results[number], theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", list(PLANS))
 def test_a_prefix_store_changes_nothing(name: str) -> None:

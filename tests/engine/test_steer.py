@@ -42,6 +42,7 @@ def tokens(model: nn.Module, prompts: list[list[int]], *stack: object) -> list[t
     return [result.tokens for result in results]
 
 
+@pytest.mark.slow
 @costly
 @given(prompts(count=3), seeds)
 def test_steering_changes_are_summed_in_any_order(prompts: list[list[int]], seed: int) -> None:

@@ -29,6 +29,7 @@ def answers(policy: str) -> list[list[list[int]]]:
     return [*found, generated_tokens(model, PROMPTS, 14, past_key_values=cache)]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_attention_of_any_stride_gives_the_same_tokens(

@@ -55,6 +55,7 @@ def repeat(job: Callable[[], Any], num: int, found: list[Any], begin: threading.
         found.append(job())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [2, pytest.param(share_of(100), marks=pytest.mark.nightly)])
 def test_concurrent_runs_equal_sequential_runs(num: int) -> None:
     model = tiny_model(dtype=torch.float64)

@@ -38,6 +38,7 @@ def trace_of(plan: Plan, tokenizer: Any = None, **options: Any) -> tuple[Trace, 
 # --- completeness ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @costly
 @given(prompts(count=3), st.integers(1, 3), st.integers(1, 8))
 def test_every_compaction_is_recorded_with_its_shapes(

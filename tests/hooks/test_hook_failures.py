@@ -150,6 +150,7 @@ def test_a_failure_is_told_once_and_no_other_layer_is_asked() -> None:
     assert [(one.requests, one.layer_idx) for one in failures] == [((0, 1), 0)]
 
 
+@pytest.mark.slow
 @costly
 @given(
     prompts(count=5, max_len=30),

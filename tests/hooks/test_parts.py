@@ -121,6 +121,7 @@ def newest(positions: Tensor) -> Tensor:
     return positions.float()
 
 
+@pytest.mark.slow
 def test_part_observes_and_steers_like_a_policy_of_the_stack() -> None:
     plain = run(Scores(newest))
     pushed = run(Pushes())

@@ -1,12 +1,10 @@
 """Tensor parallelism in two processes gives the tokens and kept rows of one process."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tensor_parallel_runs
 import torch
 import transformers
 from families import model_of
@@ -19,6 +17,7 @@ from tensor_parallel_runs import (
     answer,
     cases,
     family_cases,
+    run_two_ranks,
     save_families,
     save_models,
 )
@@ -37,14 +36,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_models(folder)
     model_of("gpt2", n_embd=32, n_layer=1, n_head=4).save_pretrained(folder / "gpt2")
     return folder
-
-
-def run_two_ranks(folder: Path, what: str) -> list[dict[str, Any]]:
-    done = tensor_parallel_runs.start(folder, Path(tensor_parallel_runs.__file__), folder, what)
-    assert done.returncode == 0, done.stderr
-    return [
-        json.loads((folder / f"rank_results-{rank}.json").read_text("utf-8")) for rank in (0, 1)
-    ]
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ def pyramids(*betas: int) -> list[dict[str, Any]]:
     return [{"policy": "pyramidkv", "window_size": 4, "beta": beta} for beta in betas]
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("idle", "stack", "entries", "without", "entries_without"),

@@ -43,6 +43,7 @@ def of_heads(keys: Tensor, queries: Tensor) -> list[list[float]]:
     return [reference.scores(*pair) for pair in pairs]
 
 
+@pytest.mark.slow
 @costly
 @given(st.data(), caches(max_rows=20), st.integers(1, 6))
 def test_scores_equal_the_reference(data: st.DataObject, drawn: Drawn, num: int) -> None:

@@ -229,6 +229,7 @@ def test_device_holds_a_block_beside_the_budget_at_most(store: EpisodeStore) -> 
     assert store.host_bytes == sum(one.snapshot.num_bytes for one in store.episodes)
 
 
+@pytest.mark.slow
 def test_a_saved_store_answers_as_before(tmp_path: Path) -> None:
     one = engine(heads="shared")
     built = EpisodeStore.build(one, TALK, settings=SMALL)

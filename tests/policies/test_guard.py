@@ -154,6 +154,7 @@ def test_label_1_marks_what_an_optimal_store_drops_before_it_returns(
 # What the paper promises
 
 
+@pytest.mark.slow
 def test_with_exact_predictions_guard_is_optimal_and_guards_nothing() -> None:
     rng = Random(7)
     for _ in range(3000):

@@ -126,6 +126,7 @@ def test_tokens_equal_the_oracle(
         assert list(result.tokens) == oracle.generate(prompt, 24)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "knobs",

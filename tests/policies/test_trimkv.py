@@ -336,6 +336,7 @@ def test_heads_share_a_budget_and_rows_below_the_threshold_leave() -> None:
     assert kept(threshold=0.75) == [[2, 3], [3]]
 
 
+@pytest.mark.slow
 def test_gates_of_the_reasoner_run_in_the_engine_with_and_without_a_shared_budget() -> None:
     model, tokenizer = load_model("reasoner")
     for heads in ("own", "shared"):

@@ -159,6 +159,7 @@ def test_the_name_has_the_options_that_are_not_default() -> None:
     assert load_task("conversation:topics=4,length=200").name == "conversation:length=200"
 
 
+@pytest.mark.slow
 def test_reasoner_with_full_cache_answers_most_questions() -> None:
     model, tokenizer = load_reasoner()
     task = load_task("conversation:length=224,questions=4")

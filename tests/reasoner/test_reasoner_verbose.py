@@ -81,6 +81,7 @@ def body_of(sentence: str) -> str | None:
     return sentence[found.start() :] if found else None
 
 
+@pytest.mark.slow
 def test_tokens_of_the_pieces_equal_tokens_of_the_text():
     for problem in problems()[:6]:
         whole = TOKENIZER(problem.trace)["input_ids"]
@@ -246,6 +247,7 @@ def test_marked_splits_a_text_at_drawn_words():
     assert marked("plain") == [Piece("plain")]
 
 
+@pytest.mark.slow
 def test_equal_arguments_give_equal_problems_of_the_split():
     assert SET.draw(20, seed=5) == SET.draw(20, seed=5)
     assert SET.draw(20, seed=5)[:7] == SET.draw(7, seed=5)

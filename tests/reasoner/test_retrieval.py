@@ -59,6 +59,7 @@ def test_needles_are_in_every_quarter() -> None:
     assert {item.facets["quarter"] for item in items} == {1, 2, 3, 4}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["multikey:length=200", "needle:length=150"])
 def test_reasoner_with_full_cache_finds_most_needles(name: str) -> None:

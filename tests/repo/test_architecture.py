@@ -132,6 +132,7 @@ def in_engine(module: str) -> str:
     return parts[2] if parts[1:2] == ["engine"] and len(parts) > 2 else ""
 
 
+@pytest.mark.slow
 def test_packages_import_only_what_the_list_allows() -> None:
     found = modules("kvpolicy")
     assert {package_of(module) for module in found} - {""} == ALLOWED.keys()

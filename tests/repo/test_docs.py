@@ -61,7 +61,10 @@ def _section(page: Path, heading: str) -> str:
 
 
 def _marks(page: Path) -> list[pytest.MarkDecorator]:
-    """``nightly`` if it runs a command that takes seconds (with ``--help`` none does)."""
+    """``nightly`` if it runs a command that takes seconds (with ``--help`` none does).
+
+    The reference is quick; the others are slow.
+    """
     lines = [
         line.removeprefix("kvpolicy ").split()
         for block in blocks_of(page)
@@ -69,7 +72,7 @@ def _marks(page: Path) -> list[pytest.MarkDecorator]:
         for line in block.text.splitlines()
     ]
     if not any(words and words[0] in SLOW_COMMANDS and "--help" not in words for words in lines):
-        return []
+        return [] if page.parent.name == "reference" else [pytest.mark.slow]
     return [pytest.mark.slow if page.name == "README.md" else pytest.mark.nightly]
 
 

@@ -55,6 +55,7 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_all_stages_run_and_every_failure_is_named(gate: ModuleType, tmp_path: Path) -> None:
     some = "tests/test_some.py"
     quick = (*PYTEST, "-k", "not hangs")
@@ -87,6 +88,7 @@ def test_all_stages_run_and_every_failure_is_named(gate: ModuleType, tmp_path: P
     assert all(name in run.summary() for _, name, _ in found)
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_is_named_and_the_others_run(gate: ModuleType, tmp_path: Path) -> None:
     run = gate.Gate(tmp_path, tmp_path, hangs_after_s=3.0)
     tests = ["tests/test_some.py"]

@@ -100,6 +100,7 @@ def test_export_columns_are_documented() -> None:
     assert list(documented)[:3] == list(fixed_columns())[:3]
 
 
+@pytest.mark.slow
 @pytest.mark.needs_reasoner
 def test_run_files_are_documented(tmp_path: Path) -> None:
     small = ["--policies", "full", "--n", "1", "--max-new-tokens", "5"]

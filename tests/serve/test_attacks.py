@@ -106,6 +106,7 @@ COSTLY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", COSTLY)
 def test_a_body_that_could_cost_much_is_refused_soon(server: Running, name: str) -> None:

@@ -29,6 +29,7 @@ def until_all_are_gone(running: Running) -> None:
     running.skip(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_ends_when_its_client_goes_away(stream: bool) -> None:
     with serving() as running:
@@ -127,6 +128,7 @@ def test_choices_that_do_not_all_fit_leave_none_behind() -> None:
         until(running.idle)
 
 
+@pytest.mark.slow
 def test_a_client_that_retries_is_served_when_there_is_room() -> None:
     with serving(slots=1, max_waiting=0) as running:
         running.gate.close()

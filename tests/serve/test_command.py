@@ -50,6 +50,7 @@ def test_without_options_the_bundled_reasoner_is_served_and_the_line_to_try_work
         assert {event["event"] for event in events[:-1]} == {"request"}
 
 
+@pytest.mark.slow
 def test_the_example_does_not_cut_its_own_answer_off() -> None:
     with serving(plans_of(full=0)) as running:
         path, body = example_request(running.model)

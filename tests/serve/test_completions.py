@@ -37,6 +37,7 @@ def cost(result: Result) -> dict[str, int]:
     return {name: getattr(result, name) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("model", POLICIES)
 @pytest.mark.parametrize("prompt", [PROMPTS[2], IDS], ids=str)
@@ -468,6 +469,7 @@ def test_an_engine_that_breaks_is_told_and_leaves_the_others() -> None:
         assert client.completions.create(model="tiny", prompt="a").usage is not None
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("config", "wanted"),

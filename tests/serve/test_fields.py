@@ -85,6 +85,7 @@ def test_tools_that_are_not_to_be_used_are_passed_over(server: Running) -> None:
     assert found.usage.prompt_tokens == len("u:who?\na:")
 
 
+@pytest.mark.slow
 def test_what_would_change_something_is_refused_by_its_name(server: Running) -> None:
     create = server.client().chat.completions.create
     wrong: list[tuple[str, str, str | None]] = []
@@ -276,6 +277,7 @@ THINKING = (
 )
 
 
+@pytest.mark.slow
 def test_the_template_is_given_what_it_reads() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = THINKING

@@ -147,6 +147,7 @@ def test_a_slow_client_is_not_in_the_way_of_others(small: Running) -> None:
             assert http.post(PATH, json=BODY).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_nothing_loses_its_connection() -> None:
     with (
         serving(send_buffer=4096) as running,

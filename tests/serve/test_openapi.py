@@ -113,6 +113,7 @@ def test_every_answer_that_is_sent_is_described(document: dict[str, Any]) -> Non
             assert operation["responses"].keys() == {"200", "4XX", "5XX"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @given(data=st.data())
 def test_a_body_is_accepted_exactly_if_its_schema_says_so(

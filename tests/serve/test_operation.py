@@ -66,6 +66,7 @@ def test_metrics_count_requests_tokens_and_rows() -> None:
     assert found["cache_bytes", full] > found["cache_bytes", h2o] > 0
 
 
+@pytest.mark.slow
 def test_first_token_is_sent_and_timed_before_the_next_one_is_computed() -> None:
     wants = {"kvpolicy": {"token_ids": True}}
     with serving() as running, running.gate.closed(after=1):
@@ -236,6 +237,7 @@ def test_text_lines_have_the_same_and_escape_what_does_not_print() -> None:
 # Health, and the end
 
 
+@pytest.mark.slow
 def test_a_server_that_stops_finishes_what_runs_and_refuses_what_comes() -> None:
     with serving(slots=1) as running:
         client = running.client()

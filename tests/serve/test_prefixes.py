@@ -50,6 +50,7 @@ def tokens(answer: Any) -> list[list[int]]:
 # Answers
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["full", "h2o"])
 def test_a_beginning_that_was_computed_is_cached_and_tokens_are_those_without_a_store(
@@ -97,6 +98,7 @@ def test_a_stream_tells_it_with_its_usage() -> None:
     assert len(BEGINNING) - BLOCK <= cached(second.usage) < len(BEGINNING)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_log_has_the_cached_tokens_of_the_usage(stream: bool) -> None:
@@ -126,6 +128,7 @@ def say(running: Running, talk: list[Any], plan: str) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["full", "h2o"])
 def test_a_chat_that_goes_on_reuses_question_and_answer(plan: str) -> None:
@@ -203,6 +206,7 @@ def test_metrics_tell_what_was_found_and_what_is_held() -> None:
         assert reused[plan] + computed[plan] == prompts
 
 
+@pytest.mark.slow
 def test_a_full_store_and_its_folder_are_counted(tmp_path: Path) -> None:
     store = PrefixStore(16 << 10, block_tokens=BLOCK, spill=tmp_path)
     with serving(prefix_store=store) as running:
@@ -225,6 +229,7 @@ def test_without_a_store_there_are_no_metrics_of_one() -> None:
 # Files
 
 
+@pytest.mark.slow
 def test_a_server_that_is_started_again_finds_what_was_held(tmp_path: Path) -> None:
     with serving(prefix_store=a_store(spill=tmp_path)) as running:
         first = complete(running.client(), BEGINNING)

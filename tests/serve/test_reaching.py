@@ -54,6 +54,7 @@ def test_a_served_model_has_the_names_that_it_is_given(
     assert served_names(kvpolicy, monkeypatch, *words) == ["mine", "gpt-4"]
 
 
+@pytest.mark.slow
 def test_plans_are_listed_once_and_answer_under_every_name() -> None:
     with serving(plans_of(full=0, h2o=12), aliases=("org/other:1",)) as running:
         client = running.client()

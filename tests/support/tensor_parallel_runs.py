@@ -1,7 +1,7 @@
 """Results of requests in one process or on several tensor-parallel ranks.
 
-Run by torchrun, each rank writes its results to ``rank_results-RANK.json``; imported, it computes
-one case at a time. `start` runs torchrun.
+`run_two_ranks` starts processes as torchrun does, each of which runs `main`; `start` is torchrun
+itself.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from families import FAMILIES, family_model
+from fresh_process import start_fresh
 from kvpolicy_reasoner import bundled_path
 from strategies import BASES, SMALL_KNOBS, STEERING
 from tiny import tiny_model, tiny_tokenizer
@@ -33,6 +34,7 @@ NAMES = [policy.name for policy in installed_policies() if policy.name not in ST
 #: Policies that read a layer's weights, of which each process has a part.
 BINDING = ("expected_attention",)
 _PATIENCE_S = 900
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 PROMPT_LENGTHS = (3, 29, 17, 8)  # one is longer than its slab, and two requests wait
 #: Models that cannot be split, and a part of the error message.
 REFUSED = {"three": "its 3 KV heads cannot be shared evenly by 2", "gpt2": "has no plan"}
@@ -58,16 +60,34 @@ def save_families(folder: Path) -> None:
         tiny_tokenizer().save_pretrained(folder / name)
 
 
+def run_two_ranks(folder: Path, what: str) -> list[dict[str, Any]]:
+    """The results of `main` in two processes, over the loopback interface only."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", **_ENVIRONMENT}
+    program = f"import sys, {__name__} as runs; runs.main(*sys.argv[1:])"
+    ranks = []
+    for rank in ("0", "1"):
+        out, err = folder / f"rank-{rank}.out", folder / f"rank-{rank}.err"
+        env = {"RANK": rank, "LOCAL_RANK": rank, **shared}
+        ranks.append((start_fresh(program, folder, what, out=out, err=err, env=env), err))
+    for process, err in ranks:
+        process.join(_PATIENCE_S)
+        assert process.exitcode == 0, err.read_text("utf-8")
+    return [
+        json.loads((folder / f"rank_results-{rank}.json").read_text("utf-8")) for rank in (0, 1)
+    ]
+
+
 def start(folder: Path, *args: object) -> "subprocess.CompletedProcess[str]":
     """Run a script or ``-m MODULE`` in two local processes, over the loopback interface only."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
     launcher += ["--local-addr", "127.0.0.1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.run(
         [*launcher, *map(str, args)],
         cwd=folder,
-        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | _ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=_PATIENCE_S,
@@ -192,9 +212,12 @@ OTHERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def main(folder: Path, what: str) -> None:
-    """Run policy cases, with commas between them, and `OTHERS`; or ``families``, all of them."""
-    found: dict[str, Any] = {}
+def main(path: str, what: str) -> None:
+    """Run policy cases, with commas between them, and `OTHERS`; or ``families``, all of them.
+
+    Each rank writes what it found to ``rank_results-RANK.json``.
+    """
+    folder, found = Path(path), dict[str, Any]()
     if what == "families":
         chosen = family_cases()
     else:
@@ -211,7 +234,3 @@ def main(folder: Path, what: str) -> None:
             found[name] = str(error)
     (folder / f"rank_results-{dist.get_rank()}.json").write_text(json.dumps(found), "utf-8")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

@@ -32,6 +32,7 @@ def error_of(policy: Callable[[], object], **options: Any) -> ConformanceError:
     return caught.value
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize(("clause", "policy"), CASES, ids=lambda x: getattr(x, "__name__", x))
@@ -153,6 +154,7 @@ MISBEHAVING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.few(4)
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize(
@@ -173,6 +175,7 @@ def test_every_clause_has_a_policy_that_breaks_it() -> None:
     assert set(BROKEN) == set(CLAUSES)
 
 
+@pytest.mark.slow
 def test_the_search_for_a_smaller_example_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     for limit in (2, 12):
@@ -244,6 +247,7 @@ class Annotating:
         return tracks["gate"]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("in_step", [True, False])
 def test_policies_that_annotate_pass(in_step: bool) -> None:

@@ -48,6 +48,7 @@ class DueInDecode:
         return num_rows > budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"chunk": 4}, {"slots": 3, "chunk": 4}, {"slots": 2}])
 def test_due_is_not_asked_about_a_sequence_within_its_prompt(options: dict[str, Any]) -> None:
     """Nor do those that it is asked about mind neighbours whose prompts are longer."""

@@ -128,6 +128,7 @@ def results_beside(
     return run.results()
 
 
+@pytest.mark.slow
 @pytest.mark.few(6)
 @pytest.mark.parametrize("defers", [False, True])
 @pytest.mark.parametrize("together", [False, True])

@@ -108,6 +108,7 @@ def outcome(results: list[Result]) -> list[Any]:
     return [(one.tokens, one.error, one.finish_reason) for one in results]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
 def test_the_same_requests_end_with_the_same_error(make: Callable[[], object]) -> None:

@@ -325,6 +325,7 @@ def test_sequences_of_a_paged_cache_are_independent_and_free_their_blocks(
     assert cache.most_used <= len(given_prompts) * -(-(budget + 3) // block_size)
 
 
+@pytest.mark.slow
 def test_the_page_states_what_the_example_prints(capsys: pytest.CaptureFixture[str]) -> None:
     EX.main()
     printed = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]

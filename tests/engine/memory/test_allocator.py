@@ -70,6 +70,7 @@ def test_a_cache_that_grows_frees_one_stack_before_it_allocates_the_next():
     assert peak <= num_bytes + transient + 1000
 
 
+@pytest.mark.slow
 def test_peak_kv_bytes_includes_all_cache_tensors_and_temporary_copies():
     model = tiny_model("llama", seed=0)
     engine = Engine(model, None, Plan.uniform("rkv", budget=24, buffer=8), slots=3)

@@ -68,6 +68,7 @@ def test_the_suggested_budget_fits_and_one_more_row_does_not(
     assert run.cache.num_bytes == chosen.num_bytes, "the engine allocates as many bytes"
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("slots", [1, 3])
 def test_a_budget_that_takes_the_memory_to_the_byte_fits(slots: int) -> None:

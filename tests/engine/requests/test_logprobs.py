@@ -57,6 +57,7 @@ def test_logprobs_are_those_of_a_plain_forward(
         check_against_plain_forward(prompt, result, num_top)
 
 
+@pytest.mark.slow
 @costly
 @given(prompts(count=3, min_len=20, max_len=30), ways)
 def test_logprobs_under_eviction_do_not_depend_on_the_way(

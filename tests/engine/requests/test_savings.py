@@ -35,6 +35,7 @@ def test_a_full_cache_saves_nothing_and_has_nothing_to_say(model: Any) -> None:
     assert (report.saved_share, report.note) == (0, None)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 def test_the_share_saved_refers_to_a_full_cache_of_the_same_tokens(model: Any) -> None:
     full, _ = served(model, Plan.uniform("full"))

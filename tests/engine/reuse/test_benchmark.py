@@ -27,6 +27,7 @@ def test_ratios_are_those_of_the_same_prompt(script: ModuleType) -> None:
     assert script.summary(asked)["first_token_ratio"] == pytest.approx(0.25)
 
 
+@pytest.mark.slow
 def test_the_script_prints_a_table_and_writes_every_measurement(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @costly
 @given(
     models,

@@ -67,6 +67,7 @@ def check_files(store: PrefixStore, folder: Path) -> None:
     assert sum(path.stat().st_size for path in names) == store.stats.spilled_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_disk_that_becomes_full_ends_the_writing_until_there_is_room(
@@ -113,6 +114,7 @@ def _becomes_full(plan: Plan, folder: Path, clock: Clock, caplog: pytest.LogCapt
     check_files(store, folder)
 
 
+@pytest.mark.slow
 def test_a_restart_on_a_full_disk_finds_whole_files_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,6 +156,7 @@ def _restarts(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert again.stats.spilled_blocks > before
 
 
+@pytest.mark.slow
 def test_a_folder_on_a_disk_without_room_for_anything_is_used_when_there_is(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

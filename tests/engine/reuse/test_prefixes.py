@@ -34,6 +34,7 @@ def prompts_that_begin_alike(draw: st.DrawFn) -> list[list[int]]:
     return [*prompts, prompts[draw(st.integers(0, len(prompts) - 1))]]
 
 
+@pytest.mark.slow
 @costly
 @given(
     models,
@@ -117,6 +118,7 @@ def test_prompts_that_stay_are_computed_once(policy: str) -> None:
     assert store.stats.reused_tokens == 8 * 48
 
 
+@pytest.mark.slow
 def test_a_prompt_that_was_compacted_goes_on_from_its_last_state() -> None:
     """Once rows have left, each state has all rows of the slot, and few are stored."""
     store = PrefixStore(2**30, block_tokens=4, conversations=False)
@@ -168,6 +170,7 @@ def test_another_engine_finds_nothing_of_another_model_plan_or_tokenizer() -> No
     assert reused() == 28
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("plan", [TIGHT, KEEPING], ids=["compacts", "keeps prompts"])
 def test_equal_hashes_are_no_proof(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

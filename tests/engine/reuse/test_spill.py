@@ -39,6 +39,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
+@pytest.mark.slow
 @costly
 @given(
     st.sampled_from(list(PLANS)),

@@ -166,6 +166,7 @@ def test_another_turn_is_that_of_a_conversation(
     assert [one.prompt_len for one in answers] == [len(new) for new in more]
 
 
+@pytest.mark.slow
 @costly
 @given(models, plans(num_layers=NUM_LAYERS), prompts(count=2, max_len=30))
 def test_caches_are_restored_from_snapshots_of_engines_and_caches(

@@ -59,6 +59,7 @@ def test_the_folder_holds_all_documented_files(model_folder: Path, out: Path) ->
     assert [line["plan"] for line in lines] == [row["plan"] for row in table]
 
 
+@pytest.mark.slow
 def test_the_same_command_again_shows_the_table_and_computes_nothing(
     kvpolicy: Shell, model_folder: Path, out: Path
 ) -> None:
@@ -230,6 +231,7 @@ def test_cells_in_which_every_request_fails_are_reported(
     assert kvpolicy("results", "compare", "out", "--with", "full").status == 0
 
 
+@pytest.mark.slow
 def test_a_cell_whose_policies_had_nothing_to_evict_is_told(
     kvpolicy: Shell, model_folder: Path
 ) -> None:

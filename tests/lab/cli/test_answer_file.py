@@ -67,6 +67,7 @@ def expected(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> by
     return (folder / "out.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_ids_and_order_are_those_of_the_file_and_texts_those_of_each_prompt_alone(
     kvpolicy: Shell, words: list[object], tmp_path: Path, model_folder: Path
 ) -> None:
@@ -94,6 +95,7 @@ def test_ids_and_order_are_those_of_the_file_and_texts_those_of_each_prompt_alon
     assert worker["throughput_tok_s"] == worker["new_tokens"] / worker["busy_s"] > 0
 
 
+@pytest.mark.slow
 def test_the_same_command_again_computes_nothing(
     kvpolicy: Shell, words: list[object], tmp_path: Path
 ) -> None:
@@ -152,6 +154,7 @@ def alike(num: int = 10) -> list[dict[str, Any]]:
     return [{"prompt": f"{SYSTEM} tea is {i}. What is tea?"} for i in range(num)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     ["h2o", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("snapkv", "full"))],
@@ -188,6 +191,7 @@ def test_a_session_with_a_prefix_store_continues_one_without(
     assert kvpolicy(*words, *CACHE, "--json").json["workers"] == []
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_prefix_store_is_found_by_the_next_file(
     kvpolicy: Shell, words: list[object], tmp_path: Path
 ) -> None:
@@ -302,6 +306,7 @@ def test_killed_at_a_compaction_it_continues_behind_what_was_answered(
     assert len(manifest["sessions"]) == 3
 
 
+@pytest.mark.slow
 @on_linux
 def test_ctrl_c_says_what_is_kept_and_how_to_continue(words: list[object], tmp_path: Path) -> None:
     fuse = Fuse(tmp_path)

@@ -96,6 +96,7 @@ def size_of(png: Path) -> tuple[int, int]:
     return width, height
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("suffix", ["svg", "pdf", "png"])
 def test_the_same_runs_give_the_same_figure(kvpolicy: Shell, run: Path, suffix: str) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from shell import Shell
 from sweeps_on_ray import PATIENCE_S, needs_ray
 
 SCRIPTS = Path(__file__).parents[3] / "docs" / "examples" / "slurm"
@@ -30,13 +31,20 @@ KVPOLICY = """#!/bin/bash
 exec {python} -m kvpolicy "$@"
 """
 
+#: Writes down its words, one a line.
+RECORDER = """#!/bin/bash
+printf '%s\\n' "$@" > words
+"""
 
-def submit(script: str, folder: Path, model: Path, *words: object, **slurm: object) -> str:
-    """Run a script as SLURM would, to its end; what it says."""
+
+def submit(
+    script: str, folder: Path, model: Path, *words: object, command: str = KVPOLICY, **slurm: object
+) -> str:
+    """Run a script as SLURM would, to its end, with a program called kvpolicy; what it says."""
     commands = folder / "bin"
     commands.mkdir(exist_ok=True)
     python = sys.executable
-    texts = {"srun": SRUN, "scontrol": SCONTROL, "kvpolicy": KVPOLICY.format(python=python)}
+    texts = {"srun": SRUN, "scontrol": SCONTROL, "kvpolicy": command.format(python=python)}
     for name, text in texts.items():
         (commands / name).write_text(text, encoding="utf-8")
         (commands / name).chmod(0o755)
@@ -93,14 +101,18 @@ def is_of_job(path: Path, job: int) -> bool:
 
 @pytest.mark.slow
 def test_every_task_of_an_array_has_a_budget_and_a_folder_of_its_own(
-    tmp_path: Path, model_folder: Path
+    tmp_path: Path, model_folder: Path, kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submit("array.sbatch", tmp_path, model_folder, "--policies", "h2o", array_task_id=3)
+    monkeypatch.chdir(tmp_path)
+    for task, words in (
+        (3, ("--policies", "h2o")),
+        (0, ("--policies", "full", "--output", "results/full")),
+    ):
+        submit("array.sbatch", tmp_path, model_folder, *words, command=RECORDER, array_task_id=task)
+        assert kvpolicy(*(tmp_path / "words").read_text().splitlines()).status == 0
     samples = samples_in(tmp_path / "results" / "192")
     assert {sample["budget"] for sample in samples} == {192}
     assert len(samples) == 6
-    whole = ("--policies", "full", "--output", "results/full")
-    submit("array.sbatch", tmp_path, model_folder, *whole, array_task_id=0)
     assert {sample["budget"] for sample in samples_in(tmp_path / "results" / "full")} == {None}
     folders = sorted(path.name for path in (tmp_path / "results").iterdir())
     assert folders == ["192", "full"]

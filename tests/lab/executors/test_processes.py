@@ -33,6 +33,7 @@ def summary(events: list[Event]) -> list[tuple[str, int | None]]:
     return [(n.job.cell, n.index if isinstance(n, SampleMeasured) else None) for n in events]
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("num", [1, 2, 3, 20])
 def test_workers_do_every_job_once_and_each_in_order(num: int) -> None:

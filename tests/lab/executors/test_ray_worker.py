@@ -76,6 +76,7 @@ def _restore_this_process() -> Iterator[None]:
     torch.set_num_threads(before[1])
 
 
+@pytest.mark.slow
 def test_a_worker_gives_the_events_of_a_local_run(model_folder: Path) -> None:
     sweep = sweep_of(model_folder, "full,h2o")
     loaded = ModelCache().open(str(model_folder))

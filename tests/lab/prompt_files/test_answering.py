@@ -81,11 +81,13 @@ def run(answering: Answering, engine: Engine, given: list[Prompt]) -> dict[int, 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 def test_each_answer_is_that_of_the_prompt_alone(answering: Answering, engine: Engine) -> None:
     check_alone(answering, engine)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 def test_each_greedy_answer_in_fp32_is_that_of_the_prompt_alone(
     answering: Answering, model_folder: Path
@@ -130,6 +132,7 @@ class Watched:
         return events
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 def test_no_slot_is_free_while_prompts_wait_and_few_prompts_are_read_ahead(
     answering: Answering, engine: Engine
@@ -152,6 +155,7 @@ def test_no_slot_is_free_while_prompts_wait_and_few_prompts_are_read_ahead(
     assert all(num >= SLOTS for num, so_far in served if so_far < 30)
 
 
+@pytest.mark.slow
 def test_the_longest_are_found_and_what_cannot_be_answered_does_not_count(
     answering: Answering, engine: Engine
 ) -> None:
@@ -172,6 +176,7 @@ def test_the_longest_are_found_and_what_cannot_be_answered_does_not_count(
     assert Longest.of(answering, engine, endless) == Longest(9, most)
 
 
+@pytest.mark.slow
 def test_a_shard_gives_the_same_answers(answering: Answering, engine: Engine) -> None:
     given = prompts()
     numbers = (1, 7, 2, 16)
@@ -215,6 +220,7 @@ def test_a_plan_whose_prompts_cannot_be_stored_is_refused(
         padded.engine(models.open(answering.model.name), PrefixStore(1 << 20))
 
 
+@pytest.mark.slow
 def test_a_shard_goes_on_with_what_was_stored_for_another(
     answering: Answering, models: ModelCache
 ) -> None:

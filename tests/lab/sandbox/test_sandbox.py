@@ -127,6 +127,7 @@ STUBBORN = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["while True: pass", "import time; time.sleep(300)", STUBBORN])
 def test_a_program_that_does_not_end_is_ended(wall: Wall, source: str) -> None:
     # Half a second is too short on no machine: none of them ends.
@@ -222,6 +223,7 @@ run_program("import time\\ntime.sleep(300)", "", time_s=300)
 """
 
 
+@pytest.mark.slow
 def test_a_program_ends_with_its_grader(
     wall: Wall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

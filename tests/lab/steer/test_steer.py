@@ -248,6 +248,7 @@ def test_calibration_uses_no_test_problem() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("tokens_per_forward", [1, 700, 100_000])
 def test_states_equal_the_hidden_states_of_each_trace_alone(

@@ -43,6 +43,7 @@ def test_reading_changes_nothing(tmp_path: Path) -> None:
     assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_running_run_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:
     folder = write_run(tmp_path, n=2)
     samples, content = folder / "samples.jsonl", (folder / "samples.jsonl").read_bytes()

@@ -48,6 +48,7 @@ def test_the_default_preset_compares_a_full_cache_and_four_policies_at_four_budg
     assert all(cell.budget is not None for cell in cells[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", installed(GROUP))
 def test_an_installed_preset_fits_the_bundled_reasoners(name: str) -> None:

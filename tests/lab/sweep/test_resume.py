@@ -23,6 +23,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) ->
     return bench
 
 
+@pytest.mark.slow
 def test_undisturbed_every_sample_is_there_once(undisturbed: Bench) -> None:
     samples = undisturbed.samples()
     assert len(samples) == len(untimed(samples)) == NUM_CELLS * N

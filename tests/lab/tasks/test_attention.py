@@ -80,6 +80,7 @@ def rows_gone(
     return gone, first
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("name", PLANS)
@@ -126,6 +127,7 @@ def test_steps_before_the_first_compaction_do_not_count() -> None:
     assert later.values[ERROR] != late.values[ERROR]
 
 
+@pytest.mark.slow
 def test_blocks_of_queries_give_what_all_at_once_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = measured(PLANS["h2o"], PROMPTS)
     monkeypatch.setattr(source, "_BLOCK_BYTES", 2000)

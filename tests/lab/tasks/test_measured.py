@@ -179,6 +179,7 @@ def test_a_text_of_one_token_is_refused() -> None:
         measured(Perplexity(), Plan.uniform("full"), [text("", "a")])
 
 
+@pytest.mark.slow
 def test_a_request_that_fails_is_kept_and_has_no_value() -> None:
     items = [text("a" * 600, "b"), text("a", "b", 1)]
     for measure in MEASURES:
@@ -249,6 +250,7 @@ def test_the_full_cache_is_compiled_where_the_plan_is(
     assert trial.run.report.compile_s + trial.run.report.decode_s < trial.run.report.elapsed_s
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["streaming", "h2o"])
 def test_the_first_difference_equals_that_of_free_generation(policy: str) -> None:

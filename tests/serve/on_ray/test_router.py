@@ -47,6 +47,7 @@ def alone(model: Path, **sampling: Any) -> list[int]:
     return list(engine.generate([request]).results()[0].tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("lost_after", [None, 0, 1])

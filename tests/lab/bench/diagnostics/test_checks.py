@@ -27,6 +27,7 @@ def test_lost_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         check_compactions(device, repeats=1)
 
 
+@pytest.mark.slow
 def test_a_device_must_have_the_tokens_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device, plans = torch.device("cpu"), [cell("full"), cell("h2o", budget=4000)]
     check_tokens(device, plans)
