@@ -164,6 +164,8 @@ class Checks:
             Stage("the software of machines with a GPU", self.gpu, chain="gpu"),
             Stage("the README's commands", self.readme, minutes=90, chain="readme"),
         ]
+        if self._change.touches(*OF_REAL_MODELS):
+            usual.append(Stage("a real model", self.real_model, chain="real model"))
         of_lm_eval = ("kvpolicy/lab/lm_eval", "tests/lab/lm_eval")
         if self._change.touches(*of_lm_eval) or self._change.pins("lm-eval"):
             usual.append(Stage("lm-evaluation-harness", self.lm_eval, chain="lm-eval"))
@@ -445,6 +447,13 @@ class Checks:
         of_all = self._change.pins("ray")
         return [test for test, of in ON_RAY.items() if of_all or self._change.touches(test, of)]
 
+    def real_model(self, gate: Gate) -> None:
+        """Install a pretrained model as a user does, and compare its tokens with transformers'."""
+        env = {"KVPOLICY_CACHE": str(gate.work / "models")}
+        gate.run(self._dev / "kvpolicy", "models", "install", "smollm2", env=env)
+        call = self._pytest(self._dev, "-m", "")
+        gate.pytest(*call, tests=["tests/real"], env=env, may_skip=False)
+
     def lm_eval(self, gate: Gate) -> None:
         bin_ = self._environment("lm-eval", "dev,lm-eval")
         tests = ["tests/lab/lm_eval", "tests/lab/cli/test_lmeval.py"]
@@ -581,6 +590,12 @@ ON_RAY = {
     "tests/lab/cluster": "kvpolicy/lab/executors",
     "tests/serve/test_ray_serve.py": "kvpolicy/serve/on_ray",
 }
+# What the tokens of a real model depend on.
+OF_REAL_MODELS = (
+    *(*ENGINE, "kvpolicy/cli", "kvpolicy/model", "kvpolicy/plan", "kvpolicy/toolkit"),
+    *("baselines", "skipkv_plugin", "plugins/kvpolicy_models", "tests/real"),
+    *("pyproject.toml", "constraints.txt"),
+)
 OF_KVPRESS = (
     *("kvpolicy/lab/bench/contenders/kvpress", "kvpolicy/lab/bench/contenders/contender"),
     "tests/lab/bench/contenders/test_kvpress",
