@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import attrs
 import safetensors
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -17,6 +18,7 @@ from kvpolicy.model.gguf import SUFFIX, read_gguf, readable_folder
 from kvpolicy.model.hub import hub_reachable
 from kvpolicy.model.installed import installed_models, model_folder, registered_model
 from kvpolicy.model.libraries import cannot_load, first_sentence, quiet_libraries
+from kvpolicy.model.lora import base_of, is_adapter, merge_adapter
 from kvpolicy.model.packed import CpuWeights, packed_model, wants_packing
 from kvpolicy.model.tensor_parallel import TpPlan, loading_options
 
@@ -42,7 +44,9 @@ def load_model(
     Args:
         name: Name of an installed model, hub id, local folder with safetensors weights, or GGUF
             file: its path, a folder with one, or ``HUB_ID:FILE.gguf``. What was read of a GGUF
-            file is kept in the user's cache folder.
+            file is kept in the user's cache folder. A folder with a LoRA adapter of PEFT gives
+            the model that it names with the adapter merged into it, and the adapter's tokenizer
+            if it has one.
         dtype: ``"auto"`` (as stored, or as an installed model prefers), ``"float32"``,
             ``"bfloat16"``, ``"float16"``, or a torch dtype.
         device: Where to put it; by default CUDA if available, else the CPU.
@@ -61,7 +65,8 @@ def load_model(
             packed.
     """
     packing = wants_packing(cpu_weights)
-    source, wanted = _find(name, dtype)
+    found = _find(name, dtype)
+    source, wanted = found.source, found.dtype
     if _is(Path.is_dir, source):
         _check_weights(name, Path(source))
     remote = {"trust_remote_code": trust_remote_code}
@@ -73,6 +78,12 @@ def load_model(
                 "each process takes a device of its own, leave it out"
             )
             raise ModelError(msg)
+        if found.adapter is not None:
+            reason = (
+                "it is an adapter, and is merged into whole weights; save the model that "
+                "`load_model` gives, and split that."
+            )
+            raise cannot_load(name, reason)
         options = loading_options(name, _load_config(name, source, trust_remote_code), tp_plan)
     with quiet_libraries():
         try:
@@ -88,15 +99,20 @@ def load_model(
                 **options,
             )
             model, info = loaded
-            tokenizer = AutoTokenizer.from_pretrained(source, **remote)
+            tokenizer = AutoTokenizer.from_pretrained(found.tokenizer, **remote)
         except Exception as error:
             _check_generation_config(name, source)  # it may be the reason
             _check_files(name, source)
-            raise _cannot_load(name, first_sentence(error)) from error
+            reason = first_sentence(error)
+            if found.adapter is not None:
+                reason = f"it is an adapter of {source}; {reason}"
+            raise _cannot_load(name, reason) from error
     _check_generation_config(name, source)
     problem = _weights_problem(info) or _tokenizer_problem(tokenizer)
     if problem is not None:
         raise _cannot_load(name, problem)
+    if found.adapter is not None:
+        merge_adapter(model, found.adapter, name)
     model = model.eval()
     if tp_plan is None:
         model = move(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -121,8 +137,9 @@ def load_skeleton(
     Raises:
         ModelError: The model cannot be built.
     """
-    source, wanted = _find(name, dtype)
-    config = _load_config(name, source, trust_remote_code)
+    found = _find(name, dtype)
+    wanted = found.dtype
+    config = _load_config(name, found.source, trust_remote_code)
     with quiet_libraries():
         try:
             with torch.device("meta"):
@@ -168,21 +185,42 @@ def as_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return DTYPES[dtype]
 
 
-def _find(name: str | Path, dtype: str | torch.dtype) -> tuple[str, str | torch.dtype]:
-    """What transformers is given for a model: a folder or a hub id, and a dtype.
+@attrs.frozen
+class _Found:
+    """What transformers is given for a model.
+
+    Attributes:
+        source: A folder or a hub id.
+        dtype: The precision.
+        adapter: The folder of an adapter that is merged into the model.
+    """
+
+    source: str
+    dtype: str | torch.dtype
+    adapter: Path | None = None
+
+    @property
+    def tokenizer(self) -> str:
+        """The folder or hub id of the tokenizer."""
+        own = self.adapter is not None and (self.adapter / "tokenizer_config.json").is_file()
+        return str(self.adapter) if own else self.source
+
+
+def _find(name: str | Path, dtype: str | torch.dtype, *, of_adapter: bool = False) -> _Found:
+    """What transformers is given for a model, or for that of an adapter.
 
     Asks the network only for names that may be a hub id.
     """
     text, wanted = str(name), as_dtype(dtype)
     if text and _is(Path.is_dir, text):
-        return _folder(name, Path(text)), wanted
+        return _folder(name, Path(text), wanted, of_adapter)
     if text in installed_models():
         model = registered_model(text)
-        folder = _folder(name, model_folder(text, model))
-        return folder, as_dtype(model.dtype) if dtype == "auto" else wanted
+        wanted = as_dtype(model.dtype) if dtype == "auto" else wanted
+        return _folder(name, model_folder(text, model), wanted, of_adapter)
     if _is(Path.is_file, text):
         if text.endswith(SUFFIX):
-            return str(read_gguf(Path(text), name)), wanted
+            return _Found(str(read_gguf(Path(text), name)), wanted)
         msg = (
             f"model '{text}' is a file, and no GGUF file; give a folder with config.json, "
             "safetensors weights and a tokenizer"
@@ -204,14 +242,23 @@ def _find(name: str | Path, dtype: str | torch.dtype) -> tuple[str, str | torch.
             f"reached from here; give {others}a local folder or a downloaded model."
         )
         raise ModelError(msg)
-    return str(read_gguf(_downloaded(name, hub_id, file), name)) if file else text, wanted
+    source = str(read_gguf(_downloaded(name, hub_id, file), name)) if file else text
+    return _Found(source, wanted)
 
 
-def _folder(name: str | Path, folder: Path) -> str:
-    """The folder that transformers reads for one that a user or a package names."""
-    found = readable_folder(folder, name)
-    _check_folder(name, found)
-    return str(found)
+def _folder(name: str | Path, folder: Path, dtype: str | torch.dtype, of_adapter: bool) -> _Found:
+    """What transformers is given for a folder that a user or a package names."""
+    if is_adapter(folder):
+        if of_adapter:
+            raise cannot_load(name, "it is an adapter itself.")
+        base = base_of(folder, name)
+        try:
+            return attrs.evolve(_find(base, dtype, of_adapter=True), adapter=folder)
+        except ModelError as error:
+            raise cannot_load(name, f"it is an adapter of '{base}'; {error}") from error
+    readable = readable_folder(folder, name)
+    _check_folder(name, readable)
+    return _Found(str(readable), dtype)
 
 
 def _downloaded(name: str | Path, hub_id: str, file: str) -> Path:
@@ -306,11 +353,6 @@ def _check_folder(name: str | Path, folder: Path) -> None:
         if isinstance(found, dict) and isinstance(found.get("model_type", ""), str):
             return  # transformers says what else is wrong
         reason = "its config.json does not describe a model."
-    elif (folder / "adapter_config.json").is_file():
-        reason = (
-            "it is an adapter; load its model with PEFT, merge them by merge_and_unload(), and "
-            "save the result."
-        )
     else:
         reason = "it has no config.json."
         inner = next((one.parent for one in sorted(folder.glob("*/config.json"))), None)

@@ -1,5 +1,6 @@
 """Models that are refused."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,18 @@ def of_gguf(folder: Path, *names: str) -> object:
     return load_model(folder / "weights")
 
 
+def of_adapter(folder: Path, **settings: object) -> object:
+    (folder / "adapter").mkdir()
+    config = json.dumps({"base_model_name_or_path": str(folder / "base"), **settings})
+    (folder / "adapter/adapter_config.json").write_text(config)
+    return load_model(folder / "adapter")
+
+
+def of_adapter_without_weights(folder: Path) -> object:
+    save_tiny_model(folder / "base")
+    return of_adapter(folder, peft_type="LORA", r=2, lora_alpha=4)
+
+
 def with_other_layers() -> Engine:
     model = tiny_model()
     model.config.num_hidden_layers = 32
@@ -65,6 +78,12 @@ CASES: dict[str, Callable[[Path], object]] = {
     "a part of a GGUF file": lambda folder: of_gguf(folder, "a-00002-of-00003.gguf"),
     "a GGUF file that is none": lambda folder: of_gguf(folder, "a.gguf"),
     "a GGUF file that is not there": lambda _: load_model("a.gguf"),
+    "an adapter of another kind": lambda folder: of_adapter(folder, peft_type="IA3"),
+    "an adapter that does more than to add": lambda folder: of_adapter(
+        folder, peft_type="LORA", use_dora=True
+    ),
+    "an adapter whose model is not there": lambda folder: of_adapter(folder, peft_type="LORA"),
+    "an adapter without weights": of_adapter_without_weights,
     "a configuration of another number of layers": lambda _: with_other_layers(),
     "a model that attends twice in a layer": lambda _: attending_twice(),
     "a dtype that is none": lambda folder: load_model(folder, dtype=3),  # type: ignore[arg-type]
