@@ -261,9 +261,9 @@ def _is_drawn(one: Difference) -> bool:
 
 
 def _parts(setting: str) -> tuple[str, str]:
-    """Task, without ``attention:of=``, and column of a heading."""
+    """Task, without ``retention:of=``, and column of a heading."""
     place, column = setting.rsplit(": ", 1)
-    return place.split(", ")[0].split(" ")[1].removeprefix("attention:of="), column
+    return place.split(", ")[0].split(" ")[1].removeprefix("retention:of="), column
 
 
 def _place(cell: PooledCell) -> tuple[str, str]:

@@ -206,6 +206,7 @@ def sample(
         "decode_s": 0.2,
         "facets": facets(number),
         "values": {},
+        "breakdowns": {},
         "text": f"thinking about {number}\n\\boxed{{{number}}}",
         **(changes or {}),
     }

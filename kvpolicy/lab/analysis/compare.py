@@ -257,17 +257,18 @@ def compare_by_facet(
         seed: Random seed of the bootstrap.
 
     Returns:
-        Value and comparison, sorted by value; empty if no item has the facet.
+        Value and comparison, sorted by value; empty if no sample has the facet.
     """
     a, b = whole.a.cell, whole.b.cell
-    groups: dict[int | str, set[int]] = {}
-    for item, facets in _facets(a, b).items():
-        if facet in facets:
-            groups.setdefault(facets[facet], set()).add(item)
-    return [
-        (value, compare_cells(a, b, whole.column, items=groups[value], seed=seed))
-        for value in sorted(groups, key=facet_order)
-    ]
+    parts_a, parts_b = a.by_facet(facet), b.by_facet(facet)
+    found = []
+    for value in sorted({*parts_a, *parts_b}, key=facet_order):
+        part_a, part_b = (
+            attrs.evolve(cell, samples=tuple(parts.get(value, ())))
+            for cell, parts in ((a, parts_a), (b, parts_b))
+        )
+        found.append((value, compare_cells(part_a, part_b, whole.column, seed=seed)))
+    return found
 
 
 def compare_compacted(whole: CellComparison, *, seed: int = 0) -> CellComparison:

@@ -94,6 +94,19 @@ class PooledCell:
             found.setdefault(sample.item, []).append(sample)
         return found
 
+    @property
+    def facets(self) -> list[str]:
+        """What its samples can be broken down by."""
+        return list(dict.fromkeys(name for one in self.samples for name in one.facet_names))
+
+    def by_facet(self, facet: str) -> dict[int | str, list[Sample]]:
+        """Samples, or parts of samples, by their value of a facet."""
+        found: dict[int | str, list[Sample]] = {}
+        for sample in self.samples:
+            for value, part in sample.by_facet(facet):
+                found.setdefault(value, []).append(part)
+        return found
+
     @cached_property
     def timing(self) -> CellTiming | None:
         """Timing of all cells, run one after the other; ``None`` if one was interrupted."""

@@ -104,7 +104,8 @@ def check_facet(cells: Sequence[PooledCell], facet: str | None) -> None:
     Raises:
         ResultsError: No sample of the cells has it.
     """
-    known = sorted({name for cell in cells for sample in cell.samples for name in sample.facets})
+    found = {name for cell in cells for sample in cell.samples for name in sample.facet_names}
+    known = sorted(found)
     if facet is not None and facet not in known:
         msg = f"no sample of the runs has a facet {facet!r}{nearest(facet, known)}"
         raise ResultsError(msg)

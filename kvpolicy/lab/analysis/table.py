@@ -99,18 +99,17 @@ def break_down(
     Args:
         cells: The cells; `Row.difference` is from the first one.
         columns: What the task measures.
-        facets: Names of the facets; all if not given.
+        facets: Names of the facets, or of parts of samples; all if not given.
 
     Returns:
         Rows in the order of facets, values and cells, without timings. A facet's rows contain
-        every sample that has the facet once.
+        every sample that has the facet once, or each of its parts.
     """
     groups: dict[tuple[str, int | str], list[list[Sample]]] = {}
     for i, cell in enumerate(cells):
-        for sample in cell.samples:
-            for facet, value in sample.facets.items():
-                if facets is None or facet in facets:
-                    groups.setdefault((facet, value), [[] for _ in cells])[i].append(sample)
+        for facet in cell.facets if facets is None else facets:
+            for value, parts in cell.by_facet(facet).items():
+                groups.setdefault((facet, value), [[] for _ in cells])[i] += parts
     return [
         _row(cell, samples, by_cell[0], columns, facet=facet, facet_value=value)
         for (facet, value), by_cell in sorted(

@@ -411,7 +411,7 @@ def _publish(sweep: "Sweep", store: "Store", by: str | None, *, json: bool) -> b
     """Write and print the tables; return whether any sample failed."""
     from kvpolicy.lab.sweep.publish import publish, to_json
 
-    panels = publish(sweep, store)
+    panels = publish(sweep, store, by)
     if json:
         run = sweep.to_dict()
         print_json({"folder": str(store.folder), "run": run, "table": to_json(panels)})

@@ -31,15 +31,17 @@ Breakdown = dict[str, dict[str, list[dict[str, Any] | None]]]
 
 @attrs.frozen
 class Facets:
-    """Facets in which the items of a group differ.
+    """Facets in which the items of a group differ, and kinds of parts that their samples have.
 
     Attributes:
         shown: Facets with their values, numbers before strings.
         left_out: Facets with too many values for a table, with their number of values.
+        of_items: Those in which items differ.
     """
 
     shown: dict[str, list[Value]]
     left_out: dict[str, int]
+    of_items: frozenset[str]
 
 
 def group_content(
@@ -65,7 +67,10 @@ def group_content(
         "settings": _settings(view),
         "quantities": [one.to_dict() for one in quantities(group)],
         "memory": MEMORY,
-        "facets": [{"name": name, "values": values} for name, values in facets.shown.items()],
+        "facets": [
+            {"name": name, "values": values, "of_items": name in facets.of_items}
+            for name, values in facets.shown.items()
+        ],
         "left_out": [{"name": name, "num": num} for name, num in facets.left_out.items()],
         "kinds": kinds_of(rules),
         "rules": {"name": rules.name, "source": rules.source},
@@ -101,12 +106,15 @@ def labels_of(views: Sequence[GroupView]) -> list[str]:
 
 
 def facets_of(view: GroupView) -> Facets:
-    """Facets of a group's items, by name."""
+    """Facets of a group's items and samples, by name."""
     found: dict[str, set[Value]] = {}
     for sample in view.samples:
+        for name, part in sample.breakdowns.items():
+            found.setdefault(name, set()).update(part.parts)
         for name, value in sample.facets.items():
             found.setdefault(name, set()).add(value)
-    facets = Facets({}, {})
+    of_items = frozenset(name for sample in view.samples for name in sample.facets)
+    facets = Facets({}, {}, of_items)
     for name, values in sorted(found.items()):
         if len(values) > _MAX_VALUES:
             facets.left_out[name] = len(values)

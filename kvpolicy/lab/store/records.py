@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, Self, TypeVar, get_args, get_origin
 
 import attrs
 import cattrs
@@ -123,6 +123,34 @@ class CellRecord:
 
 
 @attrs.frozen
+class Breakdown:
+    """Measured quantities of the parts of a sample, such as the layers of the model.
+
+    Attributes:
+        parts: What the parts are called: whole numbers or texts.
+        values: Measured quantities by name, a value for each part; ``None`` where a part has none.
+    """
+
+    parts: list[int | str]
+    values: dict[str, list[float | None]]
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[int | str, Mapping[str, float]]]) -> Self:
+        """Make one from the values of each part, which are rounded to 6 digits."""
+        parts = list(parts)
+        names = dict.fromkeys(name for _, values in parts for name in values)
+        return cls(
+            [part for part, _ in parts],
+            {name: [_rounded(values.get(name)) for _, values in parts] for name in names},
+        )
+
+    def values_of(self, place: int) -> dict[str, float]:
+        """The values of the part at some place."""
+        found = {name: values[place] for name, values in self.values.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+@attrs.frozen
 class Sample:
     """One prompt answered under one plan; complete without any other record.
 
@@ -156,6 +184,7 @@ class Sample:
         facets: Properties of the item to group by, such as its difficulty.
         values: Measured quantities by name, for tasks that measure instead of grading.
         text: Generated text.
+        breakdowns: Measured quantities of its parts, by what the parts are, such as ``"layer"``.
     """
 
     key: str
@@ -185,6 +214,21 @@ class Sample:
     facets: dict[str, int | str]
     values: dict[str, float]
     text: str
+    breakdowns: dict[str, Breakdown] = attrs.field(factory=dict)
+
+    @property
+    def facet_names(self) -> list[str]:
+        """What a table can be broken down by: properties of the item, and kinds of parts."""
+        return list(dict.fromkeys([*self.facets, *self.breakdowns]))
+
+    def by_facet(self, facet: str) -> "Iterator[tuple[int | str, Sample]]":
+        """The sample under its value of a facet, or each part as a sample; nothing without it."""
+        if facet in self.facets:
+            yield self.facets[facet], self
+        elif facet in self.breakdowns:
+            found = self.breakdowns[facet]
+            for place, part in enumerate(found.parts):
+                yield part, attrs.evolve(self, values=found.values_of(place), breakdowns={})
 
 
 @attrs.frozen
@@ -365,8 +409,12 @@ def _dict(value: Any, cls: Any) -> Any:
     return entries
 
 
-def _is_dict(cls: Any) -> bool:
-    return get_origin(cls) is dict
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _is_free_form(cls: Any) -> bool:
+    return get_origin(cls) is dict and get_args(cls)[1] in (Any, float, int | str)
 
 
 def _describe(error: BaseException, cls: type | None) -> str:
@@ -379,4 +427,5 @@ for _type in (str, bool):
     _converter.register_structure_hook(_type, _exactly(_type))
 _converter.register_structure_hook(int, _number(int))
 _converter.register_structure_hook(float, _number(float, int))  # JSON has whole floats as integers
-_converter.register_structure_hook_func(_is_dict, _dict)
+_converter.register_structure_hook_func(_is_free_form, _dict)
+_converter.register_structure_hook_func(lambda cls: cls == int | str, _exactly(int, str))

@@ -174,20 +174,20 @@ def build_sweep(
 
 
 def check_facet(sweep: Sweep, facet: str | None) -> None:
-    """Refuse a facet that no example has, before anything is computed.
+    """Refuse a facet that no example or metric has, before anything is computed.
 
     Args:
         sweep: The sweep.
         facet: The facet to break the table down by, if any.
 
     Raises:
-        TaskError: No example has the facet.
+        TaskError: Neither an example nor a metric has the facet.
     """
     known = {
         name
         for setting in sweep.settings
-        for example in setting.examples
-        for name in example.facets
+        for facets in (setting.task.metric.facets, *(one.facets for one in setting.examples))
+        for name in facets
     }
     if facet is not None and facet not in known:
         msg = f"no example of this sweep has a facet '{facet}'"

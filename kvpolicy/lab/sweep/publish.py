@@ -27,7 +27,8 @@ class Panel:
         seeds: The seeds.
         columns: The columns of the task's metric.
         rows: One row for each plan.
-        facets: The same by difficulty, or by another facet of the examples.
+        facets: The same by difficulty, or by another facet of the examples, and by parts of samples
+            if asked for.
         settings: The other settings, as text.
     """
 
@@ -46,18 +47,19 @@ class Panel:
         return model if model == self.task else f"{model} on {self.task}"
 
 
-def publish(sweep: Sweep, store: Store) -> list[Panel]:
+def publish(sweep: Sweep, store: Store, by: str | None = None) -> list[Panel]:
     """Write table.json, table.csv, facets.csv, plot.png and plot.svg.
 
     Args:
         sweep: The sweep.
         store: Its results.
+        by: What to break tables down by besides the facets of the examples, such as layers.
 
     Returns:
         A panel for each model and task. With several, the plots are named plot-1, plot-2 and so
         on, in this order.
     """
-    panels = _panels(sweep, store.folder)
+    panels = [_panel(sweep, cells, by) for cells in blocks_of(pool([read_run(store.folder)]))]
     atomic_write(store.folder / "table.json", json.dumps(to_json(panels), indent=2) + "\n")
     atomic_write(store.folder / "table.csv", csv_text(_csv_records(panels)))
     atomic_write(store.folder / "facets.csv", csv_text(_facet_records(panels)))
@@ -98,21 +100,19 @@ def _names(panel: Panel) -> dict[str, Any]:
     return {"model": panel.model, "task": panel.task, "seeds": " ".join(map(str, panel.seeds))}
 
 
-def _panels(sweep: Sweep, folder: Path) -> list[Panel]:
-    return [_panel(sweep, cells) for cells in blocks_of(pool([read_run(folder)]))]
-
-
-def _panel(sweep: Sweep, cells: Sequence[PooledCell]) -> Panel:
+def _panel(sweep: Sweep, cells: Sequence[PooledCell], by: str | None) -> Panel:
     setting = sweep.setting_of(sweep.cell(cells[0].id))
     seeds = sorted({seed for cell in cells for seed in cell.seeds})
     columns = setting.task.metric.columns
+    facets = {name for cell in cells for sample in cell.samples for name in sample.facets}
+    facets |= set() if by is None else {by}
     return Panel(
         model=setting.model.name,
         task=setting.task.name,
         seeds=seeds,
         columns=columns,
         rows=tabulate(cells, columns),
-        facets=break_down(cells, columns),
+        facets=break_down(cells, columns, facets=facets),
         settings=_describe(setting, seeds),
     )
 

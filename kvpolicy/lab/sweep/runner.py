@@ -171,6 +171,7 @@ def _sample(sweep: Sweep, cell: Cell, event: SampleMeasured) -> Sample:
         facets=dict(example.facets),
         values=dict(outcome.values),
         text=result.text or "",
+        breakdowns=dict(outcome.breakdowns),
     )
 
 

@@ -1,7 +1,6 @@
-"""The evaluation of `kvpolicy.lab.tasks.attention`: two engines in step, and what they compare."""
+"""The evaluation of `kvpolicy.lab.tasks.retention`: two engines in step, and what they compare."""
 
 from collections import abc, defaultdict, deque
-from statistics import fmean
 from typing import ClassVar
 
 import attrs
@@ -13,13 +12,26 @@ from kvpolicy.attention.draw import NO_TOKEN
 from kvpolicy.attention.softmax import Softmax
 from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.layouts.base import LayerCache
-from kvpolicy.cache.slot_contents import LayerContents
+from kvpolicy.cache.layouts.span import read_rows
 from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.sampler import teacher_forced
-from kvpolicy.errors import TaskError
+from kvpolicy.lab.store.records import Breakdown
+from kvpolicy.lab.tasks.held_shares import DISTANCES, HeldShares, LayerRows, held_shares
+from kvpolicy.lab.tasks.retention import (
+    ATTENTION,
+    DISTANCE,
+    ERROR,
+    HEAD,
+    LAYER,
+    LOOK_BACKS,
+    LOOK_BACKS_HELD,
+    RETAINED,
+    SINKS,
+    Retention,
+)
 from kvpolicy.lab.tasks.task import EvalOutcome
 from kvpolicy.markers import hookimpl
 from kvpolicy.plan.plan import Plan
@@ -27,31 +39,27 @@ from kvpolicy.plan.plan import Plan
 # Position of the first query that does not see a row, of rows that are held.
 _NEVER = 2**62
 
-# The weights of so many bytes are computed at a time.
-_BLOCK_BYTES = 32 << 20
+
+# Of some rows, [H_kv, T, D] each.
+_KeysAndValues = tuple[Tensor, Tensor]
 
 
-class HeldAttentionEvaluation:
-    """Leads an engine along the answers of the full cache, see `HeldAttention`.
+class HeldAttention:
+    """Leads an engine along the answers of the full cache, see `Retention`.
 
     Attributes:
         run: The run of the engine.
     """
 
-    def __init__(
-        self, engine: Engine, requests: abc.Sequence[Request], names: tuple[str, str]
-    ) -> None:
+    def __init__(self, engine: Engine, requests: abc.Sequence[Request], metric: Retention) -> None:
         """Set up both engines; nothing is computed.
 
         Args:
             engine: The engine under the plan.
             requests: The requests, with greedy sampling.
-            names: Names of an outcome's values: output error, retained attention.
-
-        Raises:
-            TaskError: The full cache of the model would not hold all rows of a sequence.
+            metric: What is measured.
         """
-        self._names = names
+        self._metric = metric
         self._full = _FullRun(engine, requests)
         self._held: dict[int, _HeldRows] = {}
         self.run = Run(engine, requests, self._sample)
@@ -62,20 +70,26 @@ class HeldAttentionEvaluation:
         if held is None or result.finish_reason == "error":
             return EvalOutcome(result)
         full = self._full.pop(result.id)
-        if not full.queries:
+        end = full.layers[0].last + 1
+        begin = result.prompt_len if held.first == _NEVER else max(held.first, result.prompt_len)
+        if begin >= end:
             return EvalOutcome(result)
-        begin = max(held.first, result.prompt_len)
-        if held.first == _NEVER:
-            begin = result.prompt_len
-        of_layers = zip(*full.queries[begin - result.prompt_len :], strict=True)
-        measured = [
-            _compare(torch.stack(queries, dim=1), begin, rows, held.gone_at[index], softmax)
-            for index, (queries, rows, softmax) in enumerate(
-                zip(of_layers, full.layers, self._full.softmax, strict=True)
+        metric = self._metric
+        layers = [
+            held_shares(
+                one.queries(begin),
+                begin,
+                one.rows(_padded(gone_at, end)),
+                metric.weight,
+                metric.distance,
             )
+            for one, gone_at in zip(full.layers, held.gone_at, strict=True)
         ]
-        means = (fmean(one) for one in zip(*measured, strict=True))
-        return EvalOutcome(result, values=dict(zip(self._names, means, strict=True)))
+        heads = (
+            torch.cat([getattr(one, name) for one in layers], dim=-1)
+            for name in ("retained", "errors", "look_backs")
+        )
+        return EvalOutcome(result, values=_values(*heads), breakdowns=_breakdowns(layers))
 
     def _sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
         layers = self.run.cache.layers
@@ -84,46 +98,55 @@ class HeldAttentionEvaluation:
         return teacher_forced([self._full.next_token(seq.id) for seq in sequences], logits)
 
 
-def _compare(
-    queries: Tensor, begin: int, rows: LayerContents, gone_at: Tensor, softmax: Softmax
-) -> tuple[float, float]:
-    """Output error and retained attention in a layer, means over its heads and queries.
+def _values(retained: Tensor, errors: Tensor, look_backs: Tensor) -> dict[str, float]:
+    """Values of some heads, from shares and errors of each, and look-backs, those held and all."""
+    values = {RETAINED: float(retained.mean()), ERROR: float(errors.mean())}
+    return values | _look_backs(*look_backs.flatten(1).sum(dim=1).tolist())
 
-    Args:
-        queries: Queries at consecutive positions, ``[H_q, N, D]``.
-        begin: Position of the first.
-        rows: Keys and values of all tokens, ``[H_kv, T, D]``.
-        gone_at: Position of the first query that does not see a row, ``[H_kv, T]``.
-        softmax: The softmax of the layer.
-    """
-    keys, values = rows.keys.float(), rows.values.float()
-    (num_kv_heads, num_rows, size), num_queries = keys.shape, queries.shape[1]
-    gone_at = _padded(gone_at, num_rows)[:, None, None]
-    grouped = queries.float().unflatten(0, (num_kv_heads, -1))  # [H_kv, G, N, D]
-    at = torch.arange(begin, begin + num_queries, device=keys.device)[:, None]
-    of_rows = torch.arange(num_rows, device=keys.device)
-    retained, errors = keys.new_zeros(()), keys.new_zeros(())
-    block = max(1, _BLOCK_BYTES // (4 * num_rows * grouped.shape[:2].numel()))
-    for part, now in zip(grouped.split(block, dim=2), at.split(block), strict=True):
-        seen = (of_rows <= now)[None, None]
-        held = seen & (now < gone_at)
-        logits = part @ keys[:, None].transpose(2, 3) * size**-0.5
-        weights = softmax.weights(logits[None].clone(), seen)[0]
-        left = softmax.weights(logits[None], held)[0]
-        full = weights @ values[:, None]
-        difference = (left @ values[:, None] - full).norm(dim=-1)
-        # A head whose values are all zero has no error.
-        errors += (difference / full.norm(dim=-1)).nan_to_num(nan=0.0).sum()
-        retained += ((weights * held).sum(dim=-1) / weights.sum(dim=-1)).sum()
-    num = queries.shape[:2].numel()
-    return float(errors) / num, float(retained) / num
+
+def _look_backs(held: float, num: float) -> dict[str, float]:
+    return {LOOK_BACKS: num} | ({LOOK_BACKS_HELD: held / num} if num else {})
+
+
+def _breakdowns(layers: abc.Sequence[HeldShares]) -> dict[str, Breakdown]:
+    """The same by layer, by query head of each layer, and by distance."""
+    by_layer = {
+        index: _values(one.retained, one.errors, one.look_backs) for index, one in enumerate(layers)
+    }
+    digits = [len(str(most - 1)) for most in (len(layers), max(map(_num_heads, layers)))]
+    by_head = {
+        f"L{index:0{digits[0]}}H{head:0{digits[1]}}": _values(
+            one.retained[head], one.errors[head], one.look_backs[:, head, None]
+        )
+        for index, one in enumerate(layers)
+        for head in range(_num_heads(one))
+    }
+    attention = torch.stack([one.attention for one in layers]).mean(dim=0)
+    far = torch.stack([one.far for one in layers]).sum(dim=0)
+    groups: tuple[int | str, ...] = (*DISTANCES, SINKS)
+    by_distance = {
+        name: {RETAINED: held / share, ATTENTION: share} | _look_backs(*far[:, group].tolist())
+        for group, name in enumerate(groups)
+        for held, share in [attention[:, group].tolist()]
+        if share
+    }
+    return {
+        LAYER: Breakdown.of(by_layer.items()),
+        HEAD: Breakdown.of(by_head.items()),
+        DISTANCE: Breakdown.of(by_distance.items()),
+    }
+
+
+def _num_heads(one: HeldShares) -> int:
+    return len(one.retained)
 
 
 @attrs.define(eq=False)
-class _LastQuery:
-    """Evicts nothing, and has the cache remember the newest query."""
+class _NewestQueries:
+    """Evicts nothing, and has the cache remember the newest queries."""
 
-    window_size: ClassVar[int] = 1
+    window_size: int
+
     bounded: ClassVar[bool] = False
 
     @hookimpl
@@ -132,20 +155,54 @@ class _LastQuery:
         raise NotImplementedError
 
 
+@attrs.frozen(eq=False)
+class _FullLayer:
+    """What a sequence has left in one layer of the full cache.
+
+    Attributes:
+        keys: Keys of consecutive tokens, the newest last, ``[H_kv, T, D]``.
+        values: Values likewise.
+        last: Position of the newest.
+        ring: The newest queries, ``[H_q, W, D]``, that at position p at index ``p % W``.
+        softmax: The softmax of the layer.
+        window: Tokens that a query sees, itself included; ``None``: all.
+    """
+
+    keys: Tensor
+    values: Tensor
+    last: int
+    ring: Tensor
+    softmax: Softmax
+    window: int | None
+
+    def queries(self, begin: int) -> Tensor:
+        """The queries from a position on, ``[H_q, N, D]``."""
+        places = torch.arange(begin, self.last + 1, device=self.ring.device)
+        return self.ring[:, places % self.ring.shape[1]]
+
+    def rows(self, gone_at: Tensor) -> LayerRows:
+        """The rows, and the position of the first query that does not see one, ``[H_kv, T]``."""
+        first = self.last + 1 - self.keys.shape[1]
+        gone_at = gone_at[:, first:]
+        return LayerRows(self.keys, self.values, first, gone_at, self.softmax, self.window)
+
+
 @attrs.define(eq=False)
 class _FullSequence:
     """A sequence under the full cache.
 
     Attributes:
         tokens: Tokens that the plan's engine has not been led along yet.
-        queries: Queries of the decode steps, by step and layer, ``[H_q, D]`` each.
-        layers: Keys and values of all tokens, once it has ended.
+        num_noted: Tokens whose rows are noted in layers whose window slides.
+        noted: Keys and values of these rows, by layer, oldest first.
+        layers: What it has left, once it has ended.
         failed: Whether it has ended with an error.
     """
 
     tokens: deque[int] = attrs.field(factory=deque)
-    queries: list[list[Tensor]] = attrs.field(factory=list)
-    layers: abc.Sequence[LayerContents] = ()
+    num_noted: int = 0
+    noted: dict[int, list[_KeysAndValues]] = attrs.field(factory=lambda: defaultdict(list))
+    layers: abc.Sequence[_FullLayer] = ()
     failed: bool = False
 
 
@@ -154,36 +211,23 @@ class _FullRun:
 
     def __init__(self, engine: Engine, requests: abc.Sequence[Request]) -> None:
         adapter = engine.adapter
-        plan = Plan.uniform(_LastQuery(), budget=adapter.max_positions)
+        longest = min(max(one.max_new_tokens for one in requests), adapter.max_positions)
+        plan = Plan.uniform(_NewestQueries(longest), budget=adapter.max_positions)
         full = Engine(adapter.model, engine.tokenizer, plan, slots=engine.num_slots)
         full.compiled = engine.compiled  # computed alike, and timed by one clock
         with_rows = [attrs.evolve(one, snapshot=True) for one in requests]
         self._sequences: dict[int, _FullSequence] = defaultdict(_FullSequence)
         self._run = Run(full, with_rows, self._sample)
-        for index, layer in enumerate(self._run.cache.layers):
-            if layer.slides:
-                msg = (
-                    f"attention cannot be measured in layer {index}, whose sliding window of "
-                    f"{layer.shape.sliding_window} tokens is no longer than prompt and generation: "
-                    "rows that leave it are not kept; lower the number of new tokens"
-                )
-                raise TaskError(msg)
-
-    @property
-    def softmax(self) -> list[Softmax]:
-        """The softmax of each layer."""
-        return [layer.softmax for layer in self._run.cache.layers]
 
     def next_token(self, number: int) -> int:
         """The next token of a sequence; `NO_TOKEN` if it has failed."""
         sequence = self._sequences[number]
         while not sequence.tokens and not sequence.failed:
             assert not self._run.done, "both engines end a sequence at the same token"
-            for result in self._run.step().results:
-                ended = self._sequences[result.id]
-                ended.failed = result.snapshot is None
-                if result.snapshot is not None:
-                    ended.layers = result.snapshot.contents.layers
+            results = self._run.step().results
+            self._note_sliding()
+            for result in results:
+                self._end(result)
         return sequence.tokens.popleft() if sequence.tokens else NO_TOKEN
 
     def pop(self, number: int) -> _FullSequence:
@@ -193,18 +237,45 @@ class _FullRun:
     def _sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
         tokens = teacher_forced(logits.argmax(dim=-1).tolist(), logits)
         for seq, token in zip(sequences, tokens.tolist(), strict=True):
-            ours = self._sequences[seq.id]
-            ours.tokens.append(token)
-            if seq.tokens:  # else the query is the last of the prompt
-                ours.queries.append(
-                    [_newest_query(one, seq.slot) for one in self._run.cache.layers]
-                )
+            self._sequences[seq.id].tokens.append(token)
         return tokens
 
+    def _note_sliding(self) -> None:
+        """Copy the new rows of layers whose window slides, before they leave."""
+        cache = self._run.cache
+        sliding = [(index, layer) for index, layer in enumerate(cache.layers) if layer.slides]
+        for seq in self._run.active if sliding else ():
+            if not seq.tokens:  # no query of the answer has seen a row yet
+                continue
+            ours, seq_len = self._sequences[seq.id], int(cache.seq_len[seq.slot])
+            for index, layer in sliding:
+                every = layer.rows_of(seq.slot)
+                num_new = min(seq_len - ours.num_noted, every.num_rows)
+                new = every.part(every.num_rows - num_new, every.num_rows)
+                keys, values = read_rows(new, layer.arena)
+                ours.noted[index].append((keys[0].clone(), values[0].clone()))
+            ours.num_noted = seq_len
 
-def _newest_query(layer: LayerCache, slot: int) -> Tensor:
-    assert layer.window is not None, "a policy reads queries"
-    return layer.window[slot, :, 0].clone()
+    def _end(self, result: Result) -> None:
+        """Take what a sequence has left."""
+        ours = self._sequences[result.id]
+        if result.snapshot is None:
+            ours.failed = True
+            return
+        contents = result.snapshot.contents
+        layers = []
+        for layer, held in zip(self._run.cache.layers, contents.layers, strict=True):
+            noted = ours.noted.pop(layer.index, [])
+            num_new = min(
+                contents.seq_len - ours.num_noted if noted else held.num_rows, held.num_rows
+            )
+            newest = slice(held.num_rows - num_new, None)
+            pieces = [*noted, (held.keys[:, newest], held.values[:, newest])]
+            keys, values = (torch.cat(one, dim=1) for one in zip(*pieces, strict=True))
+            assert held.window is not None, "a policy reads queries"
+            last, window = contents.seq_len - 1, layer.shape.sliding_window
+            layers.append(_FullLayer(keys, values, last, held.window, layer.softmax, window))
+        ours.layers = layers
 
 
 class _HeldRows:

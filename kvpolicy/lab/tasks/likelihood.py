@@ -68,6 +68,7 @@ class Perplexity:
     """
 
     name: str = attrs.field(default="perplexity", init=False)
+    facets: abc.Sequence[str] = attrs.field(default=(), init=False)
     reads_reference: bool = attrs.field(default=True, init=False)
     runs_code: bool = attrs.field(default=False, init=False)
 
@@ -165,6 +166,7 @@ class Agreement:
     """
 
     name: str = attrs.field(default="agreement", init=False)
+    facets: abc.Sequence[str] = attrs.field(default=(), init=False)
     reads_reference: bool = attrs.field(default=False, init=False)
     runs_code: bool = attrs.field(default=False, init=False)
 

@@ -23,7 +23,7 @@ from kvpolicy.engine.requests.results import Result
 from kvpolicy.entry_points import distribution, installed, load_installed, nearest
 from kvpolicy.errors import KVPolicyError, TaskError, refusal_reason
 from kvpolicy.lab.statistics import Interval, mean, pass_at_1, ratio
-from kvpolicy.lab.store.records import Sample
+from kvpolicy.lab.store.records import Breakdown, Sample
 from kvpolicy.plugin_code import plugin_code
 
 if TYPE_CHECKING:
@@ -154,12 +154,14 @@ class EvalOutcome:
         correct: The grader's verdict; ``None`` without a grader or without a verdict.
         values: Measured values by name.
         problem: Why the grader has no verdict.
+        breakdowns: Values of its parts, by what the parts are, see `Metric.facets`.
     """
 
     result: Result
     correct: bool | None = None
     values: Mapping[str, float] = attrs.field(factory=dict)
     problem: str | None = None
+    breakdowns: Mapping[str, Breakdown] = attrs.field(factory=dict)
 
 
 class Evaluation(Protocol):
@@ -185,6 +187,10 @@ class Metric(Protocol):
         """Columns of tables; the first is plotted and compared between cells."""
 
     @property
+    def facets(self) -> Sequence[str]:
+        """What the values of a sample are broken down by, such as ``"layer"``."""
+
+    @property
     def reads_reference(self) -> bool:
         """Whether outcomes depend on the examples' reference texts."""
 
@@ -208,6 +214,7 @@ class Graded:
     grade: Callable[[str, Example], bool]
     runs_code: bool = False
     name: str = attrs.field(default="answers", init=False)
+    facets: Sequence[str] = attrs.field(default=(), init=False)
     reads_reference: bool = attrs.field(default=False, init=False)
 
     @property

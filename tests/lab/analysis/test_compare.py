@@ -21,7 +21,7 @@ from kvpolicy.lab.analysis.table import Row, tabulate_runs
 from kvpolicy.lab.statistics import paired_proportions
 from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.tasks.likelihood import Perplexity
-from kvpolicy.lab.tasks.task import ACCURACY, LENGTH
+from kvpolicy.lab.tasks.task import ACCURACY, LENGTH, mean_of
 
 
 def _cells(folder: Path, outcome: Any, **how: Any) -> list[PooledCell]:
@@ -207,6 +207,20 @@ def test_facets_partition_the_items(tmp_path: Path) -> None:
         assert sorted(p.item for _, one in parts for p in one.pairs) == list(range(8))
         assert sum(one.num_above for _, one in parts) == whole.num_above == 4
     assert compare_by_facet(whole, "nothing") == []
+
+
+def test_parts_of_samples_are_compared_with_the_same_parts(tmp_path: Path) -> None:
+    def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+        values = [1.0, float(item)] if cell["budget"] is None else [0.0, 2.0]
+        return {"breakdowns": {"layer": {"parts": [3, 11], "values": {"kl": values}}}}
+
+    full, small, _ = _cells(tmp_path, outcome)
+    whole = compare_cells(full, small, mean_of("kl", "", ""))
+    assert not whole.pairs
+    assert [
+        (value, [(pair.a, pair.b) for pair in part.pairs])
+        for value, part in compare_by_facet(whole, "layer")
+    ] == [(3, [(1.0, 0.0)] * 8), (11, [(float(i), 2.0) for i in range(8)])]
 
 
 def test_facets_count_all_unpaired_items(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 from collections.abc import Sequence
 
 import attrs
@@ -10,7 +11,7 @@ from lab_samples import CELLS, measured, sample
 
 from kvpolicy.lab.analysis.table import Row, break_down, csv_text, tabulate, to_records
 from kvpolicy.lab.statistics import Interval, mean, wilson
-from kvpolicy.lab.store.records import CellTiming
+from kvpolicy.lab.store.records import Breakdown, CellTiming, Sample, structure_record
 from kvpolicy.lab.tasks.task import ACCURACY, mean_of
 
 FULL, SMALL = CELLS
@@ -183,6 +184,34 @@ def test_facets_contain_every_sample_once() -> None:
     assert float(lines[0]["accuracy"]) == accuracy(rows[0]).value
     only = break_down(measured(samples), (ACCURACY,), facets=("kind",))
     assert [row.facet_value for row in only] == ["a", "a", "b", "b"]
+
+
+def test_parts_of_samples_are_averaged_each_by_itself() -> None:
+    samples = [
+        sample(
+            cell,
+            i,
+            values={"kl": 1.0},
+            facets={"depth": i},
+            breakdowns={"layer": Breakdown([0, 1, "rest"], {"kl": [float(i), 3.0, None]})},
+        )
+        for cell in CELLS
+        for i in range(4)
+    ]
+    stored = [
+        structure_record(Sample, json.loads(json.dumps(attrs.asdict(s))), "") for s in samples
+    ]
+    assert stored == samples
+    rows = [row for row in break_down(measured(stored), MEASURED) if row.facet == "layer"]
+    assert [row.facet_value for row in rows] == [0, 0, 1, 1, "rest", "rest"]
+    assert [row.measured["kl"] for row in rows] == [
+        *[mean([0, 1, 2, 3])] * 2,
+        *[mean([3] * 4)] * 2,
+        *[None] * 2,
+    ]
+    assert all(row.n == 4 for row in rows)
+    by_depth = break_down(measured(stored), MEASURED, facets=("depth",))
+    assert {row.measured["kl"] for row in by_depth} == {mean([1])}
 
 
 def test_means_count_items_and_not_attempts() -> None:

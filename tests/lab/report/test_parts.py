@@ -131,6 +131,24 @@ def test_facets_with_too_many_values_have_no_table(tmp_path: Path) -> None:
     assert [one["n"] for one in content["cells"][0]["facets"]["depth"]] == depths
 
 
+def test_parts_of_samples_have_a_table_but_are_no_property_of_items(tmp_path: Path) -> None:
+    def outcome(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+        layers = {"parts": [0, 1], "values": {"nll": [1.0, float(item)]}}
+        heads = {"parts": list(range(33)), "values": {"nll": [1.0] * 33}}
+        return {"facets": {"depth": 3}, "breakdowns": {"layer": layers, "head": heads}}
+
+    run = read_run(write_run(tmp_path / "a", plans=PLANS, n=3, outcome=outcome))
+    (view,) = gather([run])
+    content = group_content(view, load_rules("published"), ["full cache", "H2O"], "")
+    assert content["facets"] == [
+        {"name": "depth", "values": [3], "of_items": True},
+        {"name": "layer", "values": [0, 1], "of_items": False},
+    ]
+    assert content["left_out"] == [{"name": "head", "num": 33}]
+    assert [one["n"] for one in content["cells"][0]["facets"]["layer"]] == [3, 3]
+    assert all(item["facets"] == {"depth": 0} for item in content["items"])
+
+
 @pytest.mark.parametrize("long", ["prompt", "reference", "text"])
 def test_blocks_of_texts_have_a_limited_size(tmp_path: Path, long: str) -> None:
     size = 100_000

@@ -16,7 +16,6 @@ from tokenizer_kinds import KINDS
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.tasks.attention import HeldAttention
 from kvpolicy.lab.tasks.likelihood import (
     FIRST_DIFFERENCE,
     KL,
@@ -26,6 +25,7 @@ from kvpolicy.lab.tasks.likelihood import (
     Agreement,
     Perplexity,
 )
+from kvpolicy.lab.tasks.retention import Retention
 from kvpolicy.lab.tasks.task import EvalOutcome, EvalRequest, Example, Graded, Metric, load_task
 from kvpolicy.model.static_forward import Compiled
 from kvpolicy.state import WaitingRequest
@@ -34,7 +34,7 @@ TOKENIZER = tiny_tokenizer()
 # A loss is a sum over tokens; one forward and many round differently.
 ROUNDING = 1e-3
 
-MEASURES: tuple[Metric, ...] = (Perplexity(), Agreement(), HeldAttention())
+MEASURES: tuple[Metric, ...] = (Perplexity(), Agreement(), Retention())
 
 texts = st.text("abcdefgh ", min_size=2, max_size=40)
 

@@ -95,7 +95,7 @@ function choices(group, state, change) {
   const cells = group.cells.map((cell) => [String(cell.number), visible(cell.label)]);
   const cellOf = (value) => (value === NONE ? null : Number(value));
   const facets = [["", "any"]];
-  group.facets.forEach((facet, f) => facet.values.forEach((value, i) => facets.push([`${f} ${i}`, visible(`${facet.name} ${value}`)])));
+  group.facets.forEach((facet, f) => facet.of_items && facet.values.forEach((value, i) => facets.push([`${f} ${i}`, visible(`${facet.name} ${value}`)])));
   return h("div", { class: "fields" },
     select("A", cells, String(state.a), (value) => change("a", cellOf(value)), { id: "cell-a" }),
     select("B", [[NONE, "no second cell"], ...cells], state.b === null ? NONE : String(state.b), (value) => change("b", cellOf(value)), { id: "cell-b" }),

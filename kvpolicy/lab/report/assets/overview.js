@@ -77,7 +77,7 @@ function compacted(quantity, row) {
 
 const signed = (value) => `${value < 0 ? "\u2212" : "+"}${Math.abs(100 * value).toFixed(0)}`;
 
-/** The first quantity by difficulty, or by other facets of the items. */
+/** The first quantity by difficulty, or by other facets of the items or parts of samples. */
 export function breakdown(group) {
   const left = group.left_out.map(({ name, num }) => `${visible(name)} (${number(num)})`);
   const note = left.length ? h("p", { class: "note" }, `Not shown, as they have too many values for a table: ${left.join(", ")}.`) : null;

@@ -1,0 +1,95 @@
+"""Retention: how much of the full cache's attention goes to rows that a plan would still hold.
+
+The model with the full cache answers greedily, and the engine under the plan is led along that
+answer. What is compared is the attention of the full cache: once over all rows, and once over the
+rows that the plan holds at the same step. Queries, keys and values are those of the full cache in
+both, so a sample says what the choice of rows costs and nothing of what follows from it: errors do
+not add up from layer to layer or from step to step.
+"""
+
+from collections import abc
+from typing import TYPE_CHECKING
+
+import attrs
+from attrs.validators import and_, ge, gt, le
+
+from kvpolicy.lab.tasks.derived import DEFAULT_TASK, DerivedTask, derived
+from kvpolicy.lab.tasks.task import Column, EvalRequest, Evaluation, mean_of
+
+if TYPE_CHECKING:
+    from kvpolicy.engine.engine import Engine
+
+# Values of an outcome.
+RETAINED = "retained_attention"
+LOOK_BACKS_HELD = "look_backs_held"
+ERROR = "output_error"
+LOOK_BACKS = "look_backs"  # how many there were, of which the share above is held
+
+# By distance only: the share of all attention that falls on rows so far away, held or not.
+ATTENTION = "attention"
+
+# What values are broken down by.
+LAYER, HEAD, DISTANCE = "layer", "head", "attention_distance"
+SINKS = "first 4"  # in place of a distance
+
+
+def retention(of: str | None = DEFAULT_TASK) -> DerivedTask:
+    """Attention and look-backs of the full cache that fall on rows a plan would still hold."""
+    return derived("retention", of, Retention())
+
+
+@attrs.frozen
+class Retention:
+    """What the rows that a plan holds are worth to the queries of the full cache.
+
+    Of each query of a decode step, in each layer and head:
+
+    * ``retained_attention``: the share of the weights over all rows that falls on the rows held;
+    * ``look_backs_held``: of its strong look-backs, the share whose row is held. A strong look-back
+      is a row with at least `weight` of the weights over all rows, whose token is at least
+      `distance` tokens before that of the query, and not one of the first four of the sequence,
+      which are attention sinks. It is the share of all look-backs of a sequence, and not there
+      where it has none;
+    * ``output_error``: ``|o_held - o_full| / |o_full|``, where ``o_full`` is the output of
+      attention over all rows, and ``o_held`` that over the rows held, with weights normalised
+      over these.
+
+    Held are the rows that the KV head of the query has in that step under the plan, the row of
+    the query's own token included. The first and the last are means over heads, layers and the
+    decode steps from the first compaction of the sequence on, in whichever layer it was. If
+    nothing is compacted, they are 1 and 0. An answer of one token has no decode step, and no value.
+
+    Layers with a sliding window are compared within their windows.
+
+    The full cache is computed in step with each cell, and its keys and values are kept until the
+    plan's engine has finished the sequence, with the queries of the answer. Weights are computed
+    for a layer and a few queries at a time.
+
+    Attributes:
+        weight: The least share of a query's attention in a strong look-back.
+        distance: The least number of tokens that it goes back.
+    """
+
+    weight: float = attrs.field(default=0.05, kw_only=True, validator=and_(gt(0), le(1)))
+    distance: int = attrs.field(default=64, kw_only=True, validator=ge(1))
+    name: str = attrs.field(default="retention", init=False)
+    facets: abc.Sequence[str] = attrs.field(default=(LAYER, HEAD, DISTANCE), init=False)
+    reads_reference: bool = attrs.field(default=False, init=False)
+    runs_code: bool = attrs.field(default=False, init=False)
+
+    @property
+    def columns(self) -> abc.Sequence[Column]:
+        """Retained attention, look-backs held, and output error."""
+        return (
+            mean_of(RETAINED, "attention held", "Attention on the rows held", is_share=True),
+            mean_of(LOOK_BACKS_HELD, "look-backs held", "Look-backs to rows held", is_share=True),
+            mean_of(ERROR, "output error", "Relative error of the attention output"),
+        )
+
+    def begin(self, engine: "Engine", requests: abc.Sequence[EvalRequest]) -> Evaluation:
+        """Lead every sequence along the full cache's answer."""
+        from kvpolicy.engine.requests.request import Sampling
+        from kvpolicy.lab.tasks.held_attention import HeldAttention
+
+        greedy = [attrs.evolve(one.request, sampling=Sampling()) for one in requests]
+        return HeldAttention(engine, greedy, self)
