@@ -40,7 +40,7 @@ REFUSED = {
     "ablate": "--preset",
     "ablate --policies full": "--model and --task",
     "ablate --policies full --model any --task none.jsonl": "none.jsonl",
-    "tasks show perplexity": "perplexity:of=TASK",
+    "tasks show perplexity": "--model",
     "reasoner sample": "no command is named 'reasoner'",
 }
 WORKING = ("--help", "list", "tasks list", "plan show --help", "ablate --help", "plan schema")

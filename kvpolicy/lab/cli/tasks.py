@@ -55,6 +55,7 @@ def listing(json: Json = False) -> None:
     epilog=examples(
         "kvpolicy tasks show gsm8k --n 3",
         "kvpolicy tasks show needle:length=200",
+        "kvpolicy tasks show perplexity:prompt_tokens=64 --model FOLDER",
     ),
 )
 def show(
@@ -69,12 +70,25 @@ def show(
     n: Annotated[int, typer.Option("--n", min=1, help="Number of problems.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for the choice of problems.")] = 0,
     split: Annotated[SplitName, typer.Option(help="Split of the task.")] = SplitName.test,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FOLDER|FILE",
+            autocompletion=names_of("kvpolicy.models", "/", ".gguf"),
+            help="Model whose tokenizer counts tokens, for tasks with lengths in tokens.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show problems: prompt, answer, and the properties that reports can group by."""
-    from kvpolicy.lab.tasks.task import load_task
+    from kvpolicy.lab.tasks.task import fitted, load_task
 
-    items = load_task(task).examples(n, seed=seed, split=split.value)
+    loaded = load_task(task)
+    if model is not None:
+        from kvpolicy.model.loading import load_model
+
+        loaded = fitted(loaded, load_model(model)[1])
+    items = loaded.examples(n, seed=seed, split=split.value)
     if json:
         print_json([_to_dict(item) for item in items], indent=2)
         return

@@ -17,7 +17,8 @@ from kvpolicy.engine.requests.encoding import following
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.store.records import Sample
-from kvpolicy.lab.tasks.derived import DEFAULT_TASK, DerivedTask, derived
+from kvpolicy.lab.tasks.derived import DerivedTask, PassageTask, derived
+from kvpolicy.lab.tasks.prose import PROSE
 from kvpolicy.lab.tasks.task import (
     Column,
     EvalOutcome,
@@ -44,14 +45,17 @@ KL = "kl"
 FIRST_DIFFERENCE = "first_difference"
 
 
-def perplexity(of: str | None = DEFAULT_TASK) -> DerivedTask:
-    """Perplexity of a task's reference texts, or of a file's texts, under eviction."""
-    return derived("perplexity", of, Perplexity())
+def perplexity(
+    of: str = PROSE, prompt_tokens: int | None = None, scored_tokens: int | None = None
+) -> DerivedTask | PassageTask:
+    """Perplexity of what follows a prompt in a text, or of another task's reference texts."""
+    lengths = {"prompt_tokens": prompt_tokens, "scored_tokens": scored_tokens}
+    return derived("perplexity", of, Perplexity(), **lengths)
 
 
-def agreement(of: str | None = DEFAULT_TASK) -> DerivedTask:
-    """Agreement of a model with itself under the full cache, on any prompts."""
-    return derived("agreement", of, Agreement())
+def agreement(of: str = PROSE, prompt_tokens: int | None = None) -> DerivedTask | PassageTask:
+    """Agreement of a model with its own answers under the full cache, on any prompts."""
+    return derived("agreement", of, Agreement(), prompt_tokens=prompt_tokens)
 
 
 def _scored(sample: Sample) -> tuple[float, float] | None:

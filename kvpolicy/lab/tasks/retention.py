@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import attrs
 from attrs.validators import and_, ge, gt, le
 
-from kvpolicy.lab.tasks.derived import DEFAULT_TASK, DerivedTask, derived
+from kvpolicy.lab.tasks.derived import DerivedTask, PassageTask, derived
+from kvpolicy.lab.tasks.prose import PROSE
 from kvpolicy.lab.tasks.task import Column, EvalRequest, Evaluation, mean_of
 
 if TYPE_CHECKING:
@@ -33,9 +34,9 @@ LAYER, HEAD, DISTANCE = "layer", "head", "attention_distance"
 SINKS = "first 4"  # in place of a distance
 
 
-def retention(of: str | None = DEFAULT_TASK) -> DerivedTask:
+def retention(of: str = PROSE, prompt_tokens: int | None = None) -> DerivedTask | PassageTask:
     """Attention and look-backs of the full cache that fall on rows a plan would still hold."""
-    return derived("retention", of, Retention())
+    return derived("retention", of, Retention(), prompt_tokens=prompt_tokens)
 
 
 @attrs.frozen

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 import attrs
 
@@ -34,6 +35,9 @@ GROUP = "kvpolicy.tasks"
 
 # The entry point that reads files and hub ids, given as its option ``source``.
 QUESTIONS = "questions"
+
+# Suffixes of files that hold examples, and not a text.
+_DATA_SETS = (".jsonl", ".json", ".csv", ".parquet")
 
 Split = Literal["train", "tune", "test"]
 
@@ -415,6 +419,18 @@ def load_task(text: str) -> Any:
     return _build(name, load_installed(GROUP, name, what="task", error=TaskError), options)
 
 
+def is_task_or_data_set(text: str) -> bool:
+    """Whether what a user types names an installed task, or examples in a data set.
+
+    Args:
+        text: As for `load_task`.
+    """
+    name, _ = _parse(text)
+    if name in installed(GROUP):
+        return True
+    return Path(name).suffix in _DATA_SETS or (not Path(name).exists() and _is_hub_id(name))
+
+
 def fitted(task: Task, tokenizer: Any) -> Task:
     """A task for the model with a tokenizer.
 
@@ -466,7 +482,7 @@ def _parse(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _is_file(name: str) -> bool:
-    return Path(name).suffix in (".jsonl", ".json", ".txt", ".csv", ".parquet") or (
+    return Path(name).suffix in (*_DATA_SETS, ".txt") or (
         Path(name).exists() and name not in ("", ".")
     )
 
@@ -495,7 +511,8 @@ def _build(name: str, make: Any, given: Mapping[str, str]) -> Any:
 
 
 def _convert(owner: str, key: str, value: str, kind: Any) -> object:
-    """Convert an option to the type of its annotation."""
+    """Convert an option to the type of its annotation; of ``int | None``, to an int."""
+    kind = next((one for one in get_args(kind) if one is not NoneType), kind)
     try:
         if kind is bool:
             return {"true": True, "false": False}[value.lower()]

@@ -283,13 +283,14 @@ def record(
     Prompts of tasks with single questions begin with one of some solved problems, as prompts with
     an example do. Those of conversations repeat what was said, and the conversations take turns.
     """
-    from kvpolicy.lab.tasks.task import load_task
+    from kvpolicy.lab.tasks.task import fitted, load_task
     from kvpolicy.model.loading import load_model
     from kvpolicy_plugins.guard.requests import BlockIds
 
     check_new_file(output, ".jsonl")
     loaded = load_task(task)
     tokenizer = load_model(model)[1]
+    loaded = fitted(loaded, tokenizer)
     rng = Random(seed)
     draw: dict[str, Any] = {"seed": seed, "split": split.value}
     options: dict[str, object] = {"task": loaded.name, "model": model, "n": n}

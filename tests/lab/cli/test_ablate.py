@@ -249,7 +249,8 @@ def test_a_cell_tells_how_far_it_is_before_its_first_sample_is_done(
 ) -> None:
     monkeypatch.setattr("kvpolicy.lab.sweep.jobs.PROGRESS_EVERY_S", 0)
     monkeypatch.setattr("kvpolicy.cli.output.LOG_EVERY_S", 0)
-    words = ("--model", model_folder, *SMALL, "--n", 1, "--policies", "h2o", "--task", "perplexity")
+    words = ("--model", model_folder, *SMALL, "--n", 1, "--policies", "h2o")
+    words += ("--task", "perplexity:of=reasoner")
     answer = kvpolicy("ablate", *words)
     assert answer.status == 0, answer.err
     told = [line for line in answer.err.splitlines() if "h2o at 12: 0/1, " in line]

@@ -78,7 +78,7 @@ def ablate(kvpolicy: Shell, model: Path, *words: object) -> Answer:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("task", ["perplexity", "agreement"])
+@pytest.mark.parametrize("task", ["perplexity:of=reasoner", "agreement:of=reasoner"])
 def test_a_metric_is_in_the_table_the_files_and_the_plot(
     kvpolicy: Shell, model_folder: Path, task: str
 ) -> None:

@@ -170,7 +170,9 @@ def test_another_version_is_refused() -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("task", ["agreement", "perplexity", "needle", "reasoner-verbose"])
+@pytest.mark.parametrize(
+    "task", ["agreement:of=reasoner", "perplexity:of=reasoner", "needle", "reasoner-verbose"]
+)
 def test_every_kind_of_task_can_be_sent(model_folder: Path, task: str) -> None:
     sweep = sweep_of(model_folder, "full", task)
     (cell,) = sweep.cells

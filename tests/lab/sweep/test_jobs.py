@@ -12,7 +12,7 @@ from kvpolicy.lab.sweep.jobs import Job, JobFinished, JobProgress, SampleMeasure
 from kvpolicy.lab.sweep.prepare import build_sweep, load_sweep
 
 
-@pytest.mark.parametrize("task", ["reasoner", "perplexity"])
+@pytest.mark.parametrize("task", ["reasoner", "perplexity:of=reasoner"])
 def test_a_job_tells_at_its_start_and_between_samples_how_many_tokens_it_has(
     task: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ def test_of_several_attempts_the_first_is_recorded(kvpolicy: Shell, model_folder
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("task", ["agreement", "perplexity"])
+@pytest.mark.parametrize("task", ["agreement:of=reasoner", "perplexity:of=reasoner"])
 def test_samples_of_other_metrics_are_recorded_too(
     kvpolicy: Shell, model_folder: Path, task: str
 ) -> None:

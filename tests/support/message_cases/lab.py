@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from run_folders import make_run, write_run
+from tokenizer_kinds import KINDS
 
 from kvpolicy.lab.analysis.export import check_can_write
 from kvpolicy.lab.prompt_files.store import AnswerStore, check_output
@@ -14,7 +15,8 @@ from kvpolicy.lab.store.read import find_runs, read_run
 from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.sweep.sweep_file import load_preset
 from kvpolicy.lab.tasks.conversation import read_conversations
-from kvpolicy.lab.tasks.task import load_task
+from kvpolicy.lab.tasks.prose import Prose
+from kvpolicy.lab.tasks.task import fitted, load_task
 from message_cases.cli import refused
 
 SWEEP = """
@@ -65,6 +67,17 @@ def questions(text: str, name: str = "a.jsonl") -> Callable[[Path], object]:
     return case
 
 
+def passages(
+    options: str, text: str = "the ab one two. " * 9, kind: str = "Gemma"
+) -> Callable[[Path], object]:
+    def case(folder: Path) -> object:
+        (folder / "a.txt").write_text(text, encoding="utf-8")
+        task = load_task(f"agreement:of={folder / 'a.txt'},{options}")
+        return fitted(task, KINDS[kind]()).examples(2, seed=0)
+
+    return case
+
+
 def another_run(folder: Path) -> object:
     with Store(folder / "run", make_run(n=3)):
         pass
@@ -110,6 +123,16 @@ CASES: dict[str, Callable[[Path], object]] = {
     "a switch": lambda _: load_task("gsm8k:chat=maybe"),
     "a grader": lambda _: load_task("questions:source=a.jsonl,grader=kind"),
     "a split": lambda _: load_task("math-500").examples(1, seed=0, split="tune"),
+    "a text without a model": lambda _: load_task("agreement").examples(1, seed=0),
+    "a text that is too short": passages("prompt_tokens=999"),
+    "a text without words": passages("prompt_tokens=9", "\n"),
+    "a text in another language": passages("prompt_tokens=40", "une autre langue " * 50, "words"),
+    "a split of a text": lambda _: Prose("a.txt", "a b", {"test": (0, 3)}).passages(
+        1, [9], None, seed=0, split="tune"
+    ),
+    "a prompt of fewer tokens than a word": passages("prompt_tokens=9", "do" * 60),
+    "a number of tokens": passages("prompt_tokens=0"),
+    "tokens of a task's prompts": lambda _: load_task("agreement:of=needle,prompt_tokens=9"),
     "a line of questions": questions('{"prompt": "a"}\nnothing\n'),
     "no question": questions(""),
     "columns": questions('{"what": 1}\n'),
