@@ -34,7 +34,7 @@ from kvpolicy.lab.tasks.task import load_task
 from kvpolicy.testing import keep_rows
 
 MODELS = ("reasoner", "reasoner-verbose")
-TASKS = ("multikey", "needle", "{model}")
+TASKS = ("multikey", "reasoner-needle", "{model}")
 BUDGETS = (32, 64, 128)
 MOST_TOKENS = 200
 LOOKAHEAD = 8

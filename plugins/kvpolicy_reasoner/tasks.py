@@ -23,6 +23,8 @@ from kvpolicy_reasoner.problems import problems_of
 from kvpolicy_reasoner.task import NAMES, Difficulty, Fact, derive, draw_leaf, split_of
 
 STANDARD = "standard"
+NEEDLE = "reasoner-needle"
+MULTIKEY = "multikey"
 
 # Within the ranges of training: chains of 1 to 7 steps (6 for the second reasoner) among 6 to 14
 # facts. No problem is in two splits, whatever its level.
@@ -136,7 +138,7 @@ class Retrieval:
     @property
     def name(self) -> str:
         """What the user types."""
-        defaults = {"length": LENGTH, "keys": 1 if self.family == "needle" else KEYS}
+        defaults = {"length": LENGTH, "keys": 1 if self.family == NEEDLE else KEYS}
         return spell(self.family, {"length": self.length, "keys": self.keys}, defaults)
 
     @property
@@ -146,7 +148,9 @@ class Retrieval:
 
     def examples(self, n: int, *, seed: int, split: Split = "test") -> Sequence[Example]:
         """Generate ``n`` haystacks of a split; no prompt is in two splits."""
-        rng = random.Random(f"{self.family} {self.length} {self.keys} {split} {seed}")
+        # A haystack with one needle is the same under both names.
+        family = "needle" if self.keys == 1 else "multikey"
+        rng = random.Random(f"{family} {self.length} {self.keys} {split} {seed}")
         items: dict[str, Example] = {}
         while len(items) < n:
             item = self._draw(rng, len(items))
@@ -190,11 +194,11 @@ def _draw_needle(rng: random.Random, leaf_name: str, name: str) -> tuple[Fact, F
     return leaf, derived
 
 
-def needle(length: int = LENGTH) -> Retrieval:
+def reasoner_needle(length: int = LENGTH) -> Retrieval:
     """Find one needle in a haystack of facts, in the language of the bundled reasoners."""
-    return Retrieval("needle", length, 1)
+    return Retrieval(NEEDLE, length, 1)
 
 
 def multikey(length: int = LENGTH, keys: int = KEYS) -> Retrieval:
     """Find one needle among several of the same form, in the language of the reasoners."""
-    return Retrieval("multikey", length, keys)
+    return Retrieval(MULTIKEY, length, keys)

@@ -30,9 +30,15 @@ def test_command_measures_and_shows_a_table(kvpolicy: Shell, tmp_path: Path) -> 
     ("arguments", "message"),
     [
         ([], "give either --text FILE or --task NAME"),
-        (["--task", "needle", "--text", "a.txt"], "give either --text FILE or --task NAME"),
+        (
+            ["--task", "reasoner-needle", "--text", "a.txt"],
+            "give either --text FILE or --task NAME",
+        ),
         (["--text", "missing.txt"], "text 'missing.txt' cannot be read"),
-        (["--task", "needle:length=60", "--n", "1"], "no text is longer than a block of 64"),
+        (
+            ["--task", "reasoner-needle:length=60", "--n", "1"],
+            "no text is longer than a block of 64",
+        ),
     ],
 )
 def test_foolish_commands_are_refused_in_one_sentence(

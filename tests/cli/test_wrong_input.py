@@ -49,7 +49,7 @@ CASES = [
     case("ablate --task reasoner:depth=3 --model {m}", "'depth'", "level"),
     case("ablate --task {d}/none.jsonl --model {m}", "none.jsonl"),
     case("ablate --task {d}/torn.jsonl:grader=exact --model {m}", "line 2", "torn.jsonl"),
-    case("ablate --task perplexity:of=needle --model {m}", "needle"),
+    case("ablate --task perplexity:of=reasoner-needle --model {m}", "reasoner-needle"),
     case("ablate --task reasoner --by dpth --model {m}", "'dpth'", "depth"),
     case("ablate --task reasoner --attempts 4 --model {m}", "4", "--temperature"),
     case("ablate --task reasoner --temperature 1 --top-p 2 --model {m}", "top_p", "2"),
@@ -59,7 +59,7 @@ CASES = [
     case("tasks show", "NAME|FILE|ID"),
     case("tasks show nedle", "'nedle'", "needle"),
     case("tasks show math-500 --split tune", "math-500", "tune"),
-    case("tasks show needle:length=9", "length=9", "22"),
+    case("tasks show reasoner-needle:length=9", "length=9", "22"),
     case("steer calibrate --output a.safetensors --task agreement --model {m}", "agreement"),
     # policies and knobs
     case("ablate --policies h20 --model {m}", "'h20'", "h2o"),

@@ -50,18 +50,18 @@ def test_haystack_has_the_requested_length_and_the_answer_of_the_solver(
 
 @pytest.mark.parametrize("split", ["train", "tune", "test"])
 def test_haystack_belongs_to_its_split(split: Split) -> None:
-    items = load_task("needle:length=60").examples(30, seed=0, split=split)
+    items = load_task("reasoner-needle:length=60").examples(30, seed=0, split=split)
     assert {split_of(item.prompt) for item in items} == {split}
 
 
 def test_needles_are_in_every_quarter() -> None:
-    items = load_task("needle").examples(60, seed=0)
+    items = load_task("reasoner-needle").examples(60, seed=0)
     assert {item.facets["quarter"] for item in items} == {1, 2, 3, 4}
 
 
 @pytest.mark.slow
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["multikey:length=200", "needle:length=150"])
+@pytest.mark.parametrize("name", ["multikey:length=200", "reasoner-needle:length=150"])
 def test_reasoner_with_full_cache_finds_most_needles(name: str) -> None:
     model, tokenizer = load_reasoner()
     task = load_task(name)

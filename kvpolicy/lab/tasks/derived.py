@@ -15,6 +15,7 @@ from kvpolicy.lab.tasks.task import (
     fitted,
     is_task_or_data_set,
     load_task,
+    require_tokenizer,
     spell,
 )
 
@@ -103,12 +104,7 @@ class PassageTask:
     def examples(self, n: int, *, seed: int, split: Split = "test") -> abc.Sequence[Example]:
         """Draw ``n`` passages, or as many as the text has."""
         text = open_prose(self.of)
-        if self.tokenizer is None:
-            msg = (
-                f"task '{self.name}' counts the tokens of its prompts with the tokenizer of a "
-                "model; name the model with --model"
-            )
-            raise TaskError(msg)
+        require_tokenizer(self)
         lengths = [self.prompt_tokens]
         if self.metric.reads_reference:
             lengths.append(self.scored_tokens)

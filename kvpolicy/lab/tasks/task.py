@@ -453,6 +453,23 @@ def needs_tokenizer(task: Task) -> bool:
     return hasattr(task, "for_tokenizer")
 
 
+def require_tokenizer(task: Any) -> None:
+    """Refuse to draw examples of a task that was not fitted to a model.
+
+    Args:
+        task: A task with the attribute ``tokenizer``, ``None`` where it is not known.
+
+    Raises:
+        TaskError: It is not known.
+    """
+    if task.tokenizer is None:
+        msg = (
+            f"task '{task.name}' counts the tokens of its prompts with the tokenizer of a model; "
+            "name the model with --model"
+        )
+        raise TaskError(msg)
+
+
 def spell(name: str, options: Mapping[str, object], defaults: Mapping[str, object]) -> str:
     """A task's name with the options that differ from their defaults, as a user types it.
 

@@ -252,7 +252,7 @@ def replay(
     short_help="Record the blocks that prompts of a task ask for.",
     epilog=examples(
         "kvpolicy guard record --task multikey --output trace.jsonl",
-        "kvpolicy guard record --task needle:length=200 --n 100 --output trace.jsonl",
+        "kvpolicy guard record --task reasoner-needle --n 100 --output trace.jsonl",
     ),
 )
 def record(

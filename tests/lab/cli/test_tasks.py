@@ -48,14 +48,14 @@ def test_list_shows_every_task_with_its_options(kvpolicy: Shell) -> None:
     names = [info.name for info in installed_tasks()]
     assert [task["name"] for task in plain.json] == names
     assert all(name in text.out for name in names)
-    (needle,) = (task for task in plain.json if task["name"] == "needle")
+    (needle,) = (task for task in plain.json if task["name"] == "reasoner-needle")
     assert needle["options"] == {"length": "300"}
     assert needle["problem"] is None
 
 
 def test_show_prints_problems_as_they_are(kvpolicy: Shell) -> None:
-    item = load_task("needle:length=60").examples(2, seed=3)[1]
-    words = ("tasks", "show", "needle:length=60", "--n", 2, "--seed", 3)
+    item = load_task("reasoner-needle:length=60").examples(2, seed=3)[1]
+    words = ("tasks", "show", "reasoner-needle:length=60", "--n", 2, "--seed", 3)
     (_, shown) = kvpolicy(*words, "--json").json
     assert shown["prompt"] == item.prompt
     assert (shown["answer"], shown["facets"]) == (item.answer, dict(item.facets))

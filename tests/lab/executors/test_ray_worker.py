@@ -171,7 +171,8 @@ def test_another_version_is_refused() -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "task", ["agreement:of=reasoner", "perplexity:of=reasoner", "needle", "reasoner-verbose"]
+    "task",
+    ["agreement:of=reasoner", "perplexity:of=reasoner", "reasoner-needle", "reasoner-verbose"],
 )
 def test_every_kind_of_task_can_be_sent(model_folder: Path, task: str) -> None:
     sweep = sweep_of(model_folder, "full", task)

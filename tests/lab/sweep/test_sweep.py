@@ -97,7 +97,7 @@ def test_lists_of_unequal_length_cannot_be_zipped() -> None:
 
 
 def test_every_series_runs_with_its_own_knobs_in_every_setting() -> None:
-    tasks = ("reasoner", "needle:length=60")
+    tasks = ("reasoner", "reasoner-needle:length=60")
     sweep = built(
         models=("a", "b"), tasks=tasks, seeds=(0, 3), budgets=(48, 64), knobs={MIX: (0.1, 0.25)}
     )
@@ -121,7 +121,7 @@ def test_ids_of_samples_cells_and_settings_are_unique() -> None:
     sweep = built(
         models=("a", "b"),
         # Two tasks whose questions are the same, and graded otherwise.
-        tasks=("reasoner", "agreement:of=reasoner", "needle:length=60"),
+        tasks=("reasoner", "agreement:of=reasoner", "reasoner-needle:length=60"),
         seeds=(0, 1),
         attempts=2,
         temperature=0.5,
@@ -153,7 +153,7 @@ def test_another_reference_answer_makes_another_sample() -> None:
     "change",
     [
         {"models": ("b",)},
-        {"tasks": ("needle:length=60",)},
+        {"tasks": ("reasoner-needle:length=60",)},
         {"seeds": (1,)},
         {"n": 3},
         {"split": "tune"},
@@ -279,7 +279,7 @@ class Shuffled(Catalogue):
 def several_settings() -> Sweep:
     return built(
         models=("a", "b"),
-        tasks=("reasoner", "needle:length=60"),
+        tasks=("reasoner", "reasoner-needle:length=60"),
         seeds=(0, 1),
         attempts=2,
         temperature=1.0,
@@ -352,7 +352,7 @@ def test_jobs_come_model_after_model_and_the_costliest_cells_first(tmp_path: Pat
 
 SWEEP = """
 models = ["a", "b"]
-tasks = ["reasoner", "needle:length=60"]
+tasks = ["reasoner", "reasoner-needle:length=60"]
 seeds = [0, 1]
 n = 10
 max_new_tokens = 50
@@ -380,7 +380,7 @@ def written(folder: Path, text: str) -> str:
 def test_a_sweep_can_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")  # plans are found in the folder of the sweep file
     found = load_preset(written(tmp_path, SWEEP))
-    assert (found.models, found.tasks) == (("a", "b"), ("reasoner", "needle:length=60"))
+    assert (found.models, found.tasks) == (("a", "b"), ("reasoner", "reasoner-needle:length=60"))
     assert (found.seeds, found.budgets, found.buffer) == ((0, 1), (16, 32), 8)
     assert found.knobs == {MIX: (0.1, 0.2), "buffer": (4,)}
     assert (found.combine, found.name) == ("zip", "sweep")
@@ -392,7 +392,7 @@ def test_a_sweep_can_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_single_entry_needs_no_list(tmp_path: Path) -> None:
     single = SWEEP.replace('["a", "b"]', '["a"]').replace(
-        '["reasoner", "needle:length=60"]', '["t"]'
+        '["reasoner", "reasoner-needle:length=60"]', '["t"]'
     )
     single = single.replace("[0, 1]", "[3]").replace("[16, 32]", "[16]")
     plain = single.replace('models = ["a"]', 'model = "a"').replace('tasks = ["t"]', 'task = "t"')

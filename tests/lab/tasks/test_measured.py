@@ -302,8 +302,8 @@ def test_the_divergence_is_the_mean_over_single_distributions() -> None:
 
 @pytest.mark.needs_reasoner
 def test_a_task_without_references_has_no_perplexity() -> None:
-    with pytest.raises(TaskError, match="needle"):
-        load_task("perplexity:of=needle").examples(1, seed=0)
+    with pytest.raises(TaskError, match="reasoner-needle"):
+        load_task("perplexity:of=reasoner-needle").examples(1, seed=0)
 
 
 def test_a_text_drawn_by_two_seeds_is_pooled_as_one() -> None:

@@ -233,9 +233,9 @@ def test_an_answer_of_one_token_has_no_value() -> None:
 
 @pytest.mark.needs_reasoner
 def test_the_task_is_found_by_its_name() -> None:
-    task = load_task("retention:of=needle")
-    assert task.name == "retention:of=needle"
+    task = load_task("retention:of=reasoner-needle")
+    assert task.name == "retention:of=reasoner-needle"
     assert isinstance(task.metric, Retention)
-    plain = load_task("needle").examples(2, seed=0)
+    plain = load_task("reasoner-needle").examples(2, seed=0)
     assert list(task.examples(2, seed=0)) == list(plain)
     assert retention().name == "retention"

@@ -16,7 +16,7 @@ DRAWN = [
     "reasoner",
     "reasoner:level=easy",
     "reasoner-verbose",
-    "needle:length=120",
+    "reasoner-needle:length=120",
     "multikey",
     "conversation:length=200",
 ]
@@ -90,8 +90,8 @@ def test_a_broken_task_is_named_and_hides_no_other() -> None:
         ("reasoner:lvl=easy", "'lvl'.*level"),
         ("reasoner:level=simple", "easy"),
         ("reasoner:level=easy,hard", "'hard'"),
-        ("needle:length=long", "length='long'"),
-        ("needle:length=10", "length=10"),
+        ("reasoner-needle:length=long", "length='long'"),
+        ("reasoner-needle:length=10", "length=10"),
         ("multikey:keys=20", "keys"),
         ("multikey:keys=0", "keys"),
         ("gsm8k:chat=maybe", "chat"),
@@ -171,5 +171,5 @@ def test_an_installed_task_has_a_summary_and_options(info) -> None:
 
 
 def test_the_metric_of_a_question_is_its_grader() -> None:
-    assert isinstance(load_task("needle").metric, Graded)
-    assert not load_task("needle").metric.runs_code
+    assert isinstance(load_task("reasoner-needle").metric, Graded)
+    assert not load_task("reasoner-needle").metric.runs_code

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from run_folders import make_run, write_run
+from tiny import r1_tokenizer
 from tokenizer_kinds import KINDS
 
 from kvpolicy.lab.analysis.export import check_can_write
@@ -78,6 +79,10 @@ def passages(
     return case
 
 
+def needles(options: str) -> object:
+    return fitted(load_task(f"needle:{options}"), r1_tokenizer()).examples(1, seed=0)
+
+
 def another_run(folder: Path) -> object:
     with Store(folder / "run", make_run(n=3)):
         pass
@@ -116,10 +121,13 @@ def damaged(name: str, text: str) -> Callable[[Path], object]:
 
 
 CASES: dict[str, Callable[[Path], object]] = {
-    "an option that a task lacks": lambda _: load_task("needle:lenth=60"),
-    "an option that is no number": lambda _: load_task("needle:length=long"),
-    "a prompt that is too short": lambda _: load_task("needle:length=10"),
+    "an option that a task lacks": lambda _: load_task("reasoner-needle:lenth=60"),
+    "an option that is no number": lambda _: load_task("reasoner-needle:length=long"),
+    "a prompt that is too short": lambda _: load_task("reasoner-needle:length=10"),
     "a number of keys": lambda _: load_task("multikey:keys=20"),
+    "more keys than there are": lambda _: load_task("needle:keys=1000"),
+    "tokens without a tokenizer": lambda _: load_task("needle:keys=2").examples(1, seed=0),
+    "needles without a haystack": lambda _: needles("keys=90"),
     "a switch": lambda _: load_task("gsm8k:chat=maybe"),
     "a grader": lambda _: load_task("questions:source=a.jsonl,grader=kind"),
     "a split": lambda _: load_task("math-500").examples(1, seed=0, split="tune"),
