@@ -4,6 +4,7 @@ from pathlib import Path
 
 REASONER = "reasoner"
 REASONER_VERBOSE = "reasoner-verbose"
+SMOLLM2_REASONER = "smollm2-reasoner"
 
 DEFAULT_MODEL = REASONER
 DEFAULT_PLAN = "reasoner-mix"  # under which the default model is served
@@ -11,6 +12,8 @@ DEFAULT_TASK = REASONER
 DEFAULT_SWEEP = "baselines"
 
 BUNDLED = (REASONER, REASONER_VERBOSE)
+# With problems, a task and a training recipe; not all have weights here.
+REASONERS = (*BUNDLED, SMOLLM2_REASONER)
 
 
 def bundled_path(name: str = REASONER) -> Path:

@@ -22,7 +22,7 @@ from kvpolicy.cli.options import Json, examples
 from kvpolicy.cli.output import info, print_exact, print_json, print_lines, print_text
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError
-from kvpolicy_reasoner import BUNDLED, REASONER, bundled_path
+from kvpolicy_reasoner import BUNDLED, REASONER, REASONERS, bundled_path
 
 if TYPE_CHECKING:
     from kvpolicy_reasoner.evaluate import Attempt, Score
@@ -38,7 +38,7 @@ app = typer.Typer(
 
 _PLAIN_LINE_EVERY_STEPS = 50
 
-_Name = Annotated[str, typer.Option(metavar="NAME", help=f"The reasoner: {' or '.join(BUNDLED)}.")]
+_Name = Annotated[str, typer.Option(metavar="NAME", help=f"The reasoner: {', '.join(REASONERS)}.")]
 _Seed = Annotated[int, typer.Option(help="Random seed for problems.")]
 _Folder = Annotated[
     Path | None,
@@ -141,8 +141,8 @@ def train(
 ) -> None:
     """Train a reasoner again; an interrupted run continues from its last checkpoint.
 
-    'reasoner' starts from random weights, and 'reasoner-verbose' from the
-    weights of 'reasoner'.
+    'reasoner' starts from random weights, 'reasoner-verbose' from the weights of
+    'reasoner', and 'smollm2-reasoner' is an adapter of 'smollm2', trained with PEFT.
     """
     if find_spec("kvpolicy_reasoner.train") is None:
         msg = "training is not part of the installed package; run it in a checkout of kvpolicy"
@@ -171,9 +171,9 @@ def _problems(name: str, n: int, seed: int, depth: int | None) -> "list[Problem]
         raise KVPolicyError(msg)
     if depth is None:
         return problems.draw(n, seed=seed)
-    if not 1 <= depth <= problems.standard.max_depth:
+    if not 1 <= depth <= problems.max_depth:
         msg = (
-            f"--depth got {depth}; expected 1 to {problems.standard.max_depth}, the depths that the"
+            f"--depth got {depth}; expected 1 to {problems.max_depth}, the depths that the"
             " reasoner was trained on"
         )
         raise KVPolicyError(msg)
@@ -186,6 +186,12 @@ def _attempts(name: str, problems: "Sequence[Problem]", folder: Path | None) -> 
     from kvpolicy_reasoner.model import load_reasoner
     from kvpolicy_reasoner.problems import problems_of
 
+    if folder is None and name not in BUNDLED:
+        msg = (
+            f"no weights of '{name}' come with kvpolicy; train them by `kvpolicy reasoner train "
+            f"--name {name} --output FOLDER`, and give --model FOLDER/model"
+        )
+        raise KVPolicyError(msg)
     model, tokenizer = load_reasoner(bundled_path(name) if folder is None else folder)
     report = _count(len(problems)) if sys.stderr.isatty() else None
     limit = problems_of(name).max_new_tokens

@@ -124,7 +124,11 @@ def _attempt_batch(
     prompts = [problem.prompt for problem in problems]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
     # The type annotations of transformers make `generate` a tensor.
-    options = {"do_sample": False, "max_new_tokens": max_new_tokens}
+    options = {
+        "do_sample": False,
+        "max_new_tokens": max_new_tokens,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     output = model.generate(**inputs, **options)  # type: ignore[operator]
     attempts = []
     for problem, row in zip(problems, output[:, inputs.input_ids.shape[1] :], strict=True):

@@ -156,7 +156,7 @@ def _by_head(projection: nn.Linear, head_dim: int) -> torch.Tensor:
     return projection.bias.reshape(-1, head_dim)
 
 
-def export_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def export_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write weights, configuration and tokenizer; existing files are replaced atomically.
 
     Args:

@@ -8,7 +8,7 @@ import attrs
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.tasks.task import Split
-from kvpolicy_reasoner import REASONER, REASONER_VERBOSE, task, verbose
+from kvpolicy_reasoner import REASONER, REASONER_VERBOSE, SMOLLM2_REASONER, chat, task, verbose
 from kvpolicy_reasoner.task import Difficulty, Problem
 
 
@@ -20,12 +20,14 @@ class ProblemSet:
         name: The reasoner's name.
         make: Generates one problem.
         standard: Difficulty of the problems used for reported results.
+        max_depth: Longest chain that the reasoner was trained on.
         max_new_tokens: Generation limit with which the reasoner is evaluated; no trace is as long.
     """
 
     name: str
     make: Callable[[random.Random, Difficulty], Problem]
     standard: Difficulty
+    max_depth: int
     max_new_tokens: int
 
     def draw(
@@ -54,8 +56,9 @@ class ProblemSet:
 _SETS = {
     problems.name: problems
     for problems in (
-        ProblemSet(REASONER, task.make_problem, task.STANDARD, 700),
-        ProblemSet(REASONER_VERBOSE, verbose.make_verbose_problem, verbose.STANDARD, 1300),
+        ProblemSet(REASONER, task.make_problem, task.STANDARD, 7, 700),
+        ProblemSet(REASONER_VERBOSE, verbose.make_verbose_problem, verbose.STANDARD, 6, 1300),
+        ProblemSet(SMOLLM2_REASONER, chat.make_chat_problem, task.STANDARD, 10, 1200),
     )
 }
 

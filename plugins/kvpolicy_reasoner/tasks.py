@@ -18,7 +18,7 @@ import attrs
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.answers import extract_answer
 from kvpolicy.lab.tasks.task import Example, Graded, Split, spell
-from kvpolicy_reasoner import REASONER, REASONER_VERBOSE
+from kvpolicy_reasoner import REASONER, REASONER_VERBOSE, SMOLLM2_REASONER
 from kvpolicy_reasoner.problems import problems_of
 from kvpolicy_reasoner.task import NAMES, Difficulty, Fact, derive, draw_leaf, split_of
 
@@ -26,14 +26,25 @@ STANDARD = "standard"
 NEEDLE = "reasoner-needle"
 MULTIKEY = "multikey"
 
-# Within the ranges of training: chains of 1 to 7 steps (6 for the second reasoner) among 6 to 14
-# facts. No problem is in two splits, whatever its level.
+# A reasoner's task has those levels that are within the ranges of its training. No problem is in
+# two splits, whatever its level.
 LEVELS: Mapping[str, Difficulty | None] = {
     "easy": Difficulty(min_depth=1, max_depth=2, min_facts=6, max_facts=14),
     "medium": Difficulty(min_depth=3, max_depth=4, min_facts=6, max_facts=14),
     "hard": Difficulty(min_depth=5, max_depth=6, min_facts=10, max_facts=14),
+    "long": Difficulty(min_depth=8, max_depth=10, min_facts=12, max_facts=16),
     STANDARD: None,
 }
+
+
+def levels_of(reasoner: str) -> list[str]:
+    """The levels of a reasoner's task.
+
+    Args:
+        reasoner: Name of the reasoner.
+    """
+    longest = problems_of(reasoner).max_depth
+    return [name for name, level in LEVELS.items() if level is None or level.max_depth <= longest]
 
 
 @attrs.frozen
@@ -42,7 +53,7 @@ class ReasonerTask:
 
     Attributes:
         reasoner: Name of the reasoner.
-        level: A name in `LEVELS`; ``"standard"`` is the reasoner's standard difficulty.
+        level: A name of `levels_of`; ``"standard"`` is the reasoner's standard difficulty.
     """
 
     reasoner: str
@@ -50,10 +61,9 @@ class ReasonerTask:
 
     @level.validator
     def _check_level(self, _: object, level: str) -> None:
-        if level not in LEVELS:
-            msg = (
-                f"task '{self.reasoner}' has no level '{level}'; choose one of {', '.join(LEVELS)}"
-            )
+        if level not in levels_of(self.reasoner):
+            choices = ", ".join(levels_of(self.reasoner))
+            msg = f"task '{self.reasoner}' has no level '{level}'; choose one of {choices}"
             raise TaskError(msg)
 
     @property
@@ -94,6 +104,11 @@ def reasoner(level: str = STANDARD) -> ReasonerTask:
 def reasoner_verbose(level: str = STANDARD) -> ReasonerTask:
     """The same questions with many re-checks; the training task of `reasoner-verbose`."""
     return ReasonerTask(REASONER_VERBOSE, level)
+
+
+def smollm2_reasoner(level: str = STANDARD) -> ReasonerTask:
+    """The questions of `reasoner` as turns of SmolLM2's chat; the training task of its adapter."""
+    return ReasonerTask(SMOLLM2_REASONER, level)
 
 
 # Tokens of the reasoners' tokenizer: one per word, number and mark.

@@ -1,4 +1,4 @@
-"""Optimizer steps: bfloat16 forward and backward passes, float32 parameters, several processes.
+"""Optimizer steps: forward and backward passes, float32 parameters, several processes.
 
 On CPUs, scaled dot product attention in bfloat16 takes several times as long as matrix products and
 a softmax. Processing the queries in chunks skips most of the masked half.
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, Qwen2ForCausalLM
+from transformers import AttentionInterface, PreTrainedModel
 
 from kvpolicy.lab.executors.parent import end_with_parent
 from kvpolicy_reasoner.train.data import Batch, Example, collate
@@ -188,7 +188,7 @@ class StepLosses:
 
 
 class Learner:
-    """A model in training: float32 parameters, and a bfloat16 copy for the passes."""
+    """A model in training: float32 parameters, and a copy for the passes in the recipe's dtype."""
 
     def __init__(self, recipe: Recipe, seed: int, num_steps: int, processes: ProcessGroup) -> None:
         """Build the initial model and its optimizers.
@@ -203,9 +203,13 @@ class Learner:
         self.recipe = recipe
         model = recipe.new_model(seed)
         self.parameters = {
-            name: nn.Parameter(value.detach().clone()) for name, value in model.named_parameters()
+            name: nn.Parameter(value.detach().clone())
+            for name, value in model.named_parameters()
+            if value.requires_grad
         }
-        self.model = model.bfloat16()
+        self.model = model.to(recipe.dtype)  # type: ignore[arg-type] # its self is lost
+        copies = dict(self.model.named_parameters())
+        self._copies = [copies[name] for name in self.parameters]
         self.model.set_attn_implementation(register_training_attention())
         self._optimizer = ReasonerOptimizer(self.parameters, num_steps, recipe.peak_lr)
         self._update_copy()
@@ -224,7 +228,7 @@ class Learner:
         sizes = [parameter.numel() for parameter in self.parameters.values()]
         gradients = [
             torch.zeros_like(master) if copy.grad is None else copy.grad.float()
-            for master, copy in zip(self.parameters.values(), self.model.parameters(), strict=True)
+            for master, copy in zip(self.parameters.values(), self._copies, strict=True)
         ]
         flat = torch.cat([sums, *(gradient.flatten() for gradient in gradients)])
         self._processes.all_reduce(flat)
@@ -237,15 +241,16 @@ class Learner:
         return StepLosses(loss=loss / weight, settled=settled / max(num_settled, 1.0), lr=lr)
 
     @torch.no_grad()
-    def snapshot(self) -> Qwen2ForCausalLM:
+    def snapshot(self) -> PreTrainedModel:
         """Copy the model as it would be exported.
 
         Returns:
             A float32 model with default attention and parameters rounded to bfloat16.
         """
         snapshot = self.recipe.new_model(0)
-        for name, parameter in snapshot.named_parameters():
-            parameter.copy_(self.parameters[name].to(torch.bfloat16))
+        parameters = dict(snapshot.named_parameters())
+        for name, value in self.parameters.items():
+            parameters[name].copy_(value.to(torch.bfloat16))
         return snapshot.eval()
 
     def state(self) -> dict[str, Tensor]:
@@ -296,6 +301,6 @@ class Learner:
 
     @torch.no_grad()
     def _update_copy(self) -> None:
-        """Round the float32 parameters into the bfloat16 copy."""
-        for parameter, copy in zip(self.parameters.values(), self.model.parameters(), strict=True):
+        """Round the float32 parameters into the copy for the passes."""
+        for parameter, copy in zip(self.parameters.values(), self._copies, strict=True):
             copy.copy_(parameter)

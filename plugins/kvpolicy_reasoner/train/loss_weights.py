@@ -14,14 +14,15 @@ def weigh_after_newlines(problem: Problem, trace: Encoding) -> list[float]:
     """Give the first token of each sentence a lower weight.
 
     Args:
-        problem: Not used.
-        trace: Tokens of the trace; the prompt before it ends with a line break.
+        problem: A problem whose prompt ends with line breaks.
+        trace: Tokens of its trace.
 
     Returns:
         One weight per token.
     """
-    before = [NEWLINES, *trace.tokens[:-1]]
-    return [AFTER_NEWLINES_WEIGHT if token == NEWLINES else 1.0 for token in before]
+    text = NEWLINES + problem.trace
+    ends = (start + len(NEWLINES) for start, _ in trace.offsets)
+    return [AFTER_NEWLINES_WEIGHT if text[:end].endswith(NEWLINES) else 1.0 for end in ends]
 
 
 def weigh_pieces(problem: Problem, trace: Encoding) -> list[float]:

@@ -50,15 +50,17 @@ class ReasonerOptimizer:
         self._peak = peak
         matrices = [p for name, p in parameters.items() if _is_matrix(name, p)]
         others = [p for name, p in parameters.items() if not _is_matrix(name, p)]
-        self._optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(
+        self._optimizers: list[torch.optim.Optimizer] = []
+        if matrices:
+            muon = torch.optim.Muon(
                 matrices,
                 lr=peak,
                 weight_decay=_MUON_WEIGHT_DECAY,
                 adjust_lr_fn="match_rms_adamw",
-            ),
-            torch.optim.AdamW(others, lr=peak, betas=(0.9, 0.98), weight_decay=0.0),
-        ]
+            )
+            self._optimizers.append(muon)
+        adamw = torch.optim.AdamW(others, lr=peak, betas=(0.9, 0.98), weight_decay=0.0)
+        self._optimizers.append(adamw)
 
     def step(self, step: int) -> float:
         """Clip the gradients and update the parameters.
@@ -93,7 +95,7 @@ class ReasonerOptimizer:
             tensors: The saved running averages.
         """
         for name, parameter in self._parameters.items():
-            optimizer = self._optimizers[0 if _is_matrix(name, parameter) else 1]
+            optimizer = self._optimizers[0 if _is_matrix(name, parameter) else -1]
             optimizer.state[parameter] = {
                 key: tensors[f"{key}.{name}"].clone()
                 for key in _STATE_KEYS
@@ -102,4 +104,4 @@ class ReasonerOptimizer:
 
 
 def _is_matrix(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim == 2 and "embed" not in name
+    return parameter.ndim == 2 and "embed" not in name and "lora" not in name

@@ -1,16 +1,24 @@
 """Training recipes: the settings in which the training runs of the reasoners differ."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import attrs
+import torch
 from tokenizers import Encoding
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from kvpolicy_reasoner import REASONER, REASONER_VERBOSE
-from kvpolicy_reasoner.model import new_model, new_verbose_model
+from kvpolicy_reasoner import REASONER, REASONER_VERBOSE, SMOLLM2_REASONER
+from kvpolicy_reasoner.model import export_model, new_model, new_verbose_model
 from kvpolicy_reasoner.problems import ProblemSet, problems_of
 from kvpolicy_reasoner.task import Difficulty, Problem
 from kvpolicy_reasoner.tokenizer import build_tokenizer, build_verbose_tokenizer
+from kvpolicy_reasoner.train.adapter import (
+    build_chat_tokenizer,
+    check_adapter,
+    export_adapter,
+    new_adapter,
+)
 from kvpolicy_reasoner.train.loss_weights import weigh_after_newlines, weigh_pieces
 from kvpolicy_reasoner.train.optimizer import PEAK_LR
 
@@ -25,20 +33,31 @@ class Recipe:
             difficulty follows the last.
         build_tokenizer: Builds the tokenizer.
         weigh: Computes the loss weights of a trace.
-        new_model: Builds the initial model from a seed.
+        new_model: Builds the initial model from a seed; the parameters that require gradients are
+            trained.
+        export: Writes what was trained, with the tokenizer, into a folder.
         peak_lr: Maximum learning rate.
         tokens: Tokens of a whole run.
         min_tokens_per_step: Minimum tokens per step, so that the longest problem fits.
+        tokens_per_step: Tokens per step, as for the bundled weights.
+        evaluate_every_steps: Steps between two measurements of the accuracy.
+        dtype: Precision of the passes; bfloat16 is fast only where a CPU multiplies in it.
+        check: Raises a `KVPolicyError` if what the training needs is not installed.
     """
 
     problems: ProblemSet
     curriculum: tuple[tuple[float, Difficulty], ...]
     build_tokenizer: Callable[[], PreTrainedTokenizerFast]
     weigh: Callable[[Problem, Encoding], list[float]]
-    new_model: Callable[[int], Qwen2ForCausalLM]
+    new_model: Callable[[int], PreTrainedModel]
+    export: Callable[[PreTrainedModel, PreTrainedTokenizerFast, Path], None]
     peak_lr: float
     tokens: int
     min_tokens_per_step: int
+    tokens_per_step: int = 8192
+    evaluate_every_steps: int = 400
+    dtype: torch.dtype = torch.bfloat16
+    check: Callable[[], None] = lambda: None
 
     @property
     def name(self) -> str:
@@ -68,6 +87,7 @@ _RECIPES = {
         build_tokenizer=build_tokenizer,
         weigh=weigh_after_newlines,
         new_model=new_model,
+        export=export_model,
         peak_lr=PEAK_LR,
         tokens=36_000_000,
         min_tokens_per_step=1024,
@@ -81,9 +101,29 @@ _RECIPES = {
         build_tokenizer=build_verbose_tokenizer,
         weigh=weigh_pieces,
         new_model=new_verbose_model,
+        export=export_model,
         peak_lr=3e-3,  # it starts from trained weights
         tokens=61_000_000,
         min_tokens_per_step=2048,
+    ),
+    SMOLLM2_REASONER: Recipe(
+        problems=problems_of(SMOLLM2_REASONER),
+        curriculum=(
+            (0.15, Difficulty(min_depth=2, max_depth=5, min_facts=6, max_facts=12)),
+            # To the end: half of these traces have 500 tokens or more.
+            (1.0, Difficulty(min_depth=3, max_depth=10, min_facts=6, max_facts=16)),
+        ),
+        build_tokenizer=build_chat_tokenizer,
+        weigh=weigh_after_newlines,
+        new_model=new_adapter,
+        export=export_adapter,
+        peak_lr=1e-3,
+        tokens=1_000_000,
+        min_tokens_per_step=1536,
+        tokens_per_step=1536,
+        evaluate_every_steps=100,
+        dtype=torch.float32,
+        check=check_adapter,
     ),
 }
 

@@ -18,7 +18,6 @@ from kvpolicy.lab.store.jsonl import lock_folder
 from kvpolicy.lab.tasks.task import Split
 from kvpolicy_reasoner import REASONER
 from kvpolicy_reasoner.evaluate import attempt, score
-from kvpolicy_reasoner.model import export_model
 from kvpolicy_reasoner.problems import problems_of
 from kvpolicy_reasoner.train.data import DataPlan, examples_of_step, training_prompts
 from kvpolicy_reasoner.train.learner import Learner, ProcessGroup, StepLosses, run_distributed
@@ -324,10 +323,7 @@ def count_overlap(plan: DataPlan) -> Overlap:
     )
 
 
-TOKENS_PER_STEP = 8192
-
 _LOG_EVERY_STEPS = 10
-_EVALUATE_EVERY_STEPS = 400
 _NUM_TUNE_PROBLEMS = 50
 
 
@@ -337,7 +333,7 @@ def train(
     name: str = REASONER,
     seed: int = 0,
     tokens: int | None = None,
-    tokens_per_step: int = TOKENS_PER_STEP,
+    tokens_per_step: int | None = None,
     workers: int = 2,
     resume: bool = True,
     stop_after: int | None = None,
@@ -347,12 +343,12 @@ def train(
     """Train a reasoner, or resume its training.
 
     Args:
-        output: Folder of the run: checkpoint, log, the model in Hugging Face format, and, after
-            the last step, the overlap with held-out prompts.
+        output: Folder of the run: checkpoint, log, the model in Hugging Face format, or its
+            adapter in PEFT's, and, after the last step, the overlap with held-out prompts.
         name: Name of the reasoner.
         seed: Random seed for initial weights and problems.
         tokens: Tokens of the whole run; as for the bundled weights if not given.
-        tokens_per_step: Tokens of one optimizer step.
+        tokens_per_step: Tokens of one optimizer step; as for the bundled weights if not given.
         workers: Single-thread processes that share each step.
         resume: Whether to resume a run in ``output``, or to restart it.
         stop_after: Stop after this step; the learning rate is that of the whole run.
@@ -363,11 +359,14 @@ def train(
         The folder of the trained model.
 
     Raises:
-        KVPolicyError: A number is out of range, or ``output`` has other contents.
+        KVPolicyError: A number is out of range, ``output`` has other contents, or what the
+            training starts from is not installed.
     """
     recipe = recipe_of(name)
     tokens = recipe.tokens if tokens is None else tokens
+    tokens_per_step = recipe.tokens_per_step if tokens_per_step is None else tokens_per_step
     _check(recipe, tokens, tokens_per_step, workers)
+    recipe.check()
     identity = RunIdentity(seed, tokens, tokens_per_step, workers, name)
     claim_folder(output, identity, resume=resume)
     lock = lock_folder(output)
@@ -409,7 +408,7 @@ class _Run:
                 self._log(learner, processes, clock, done, losses)
             if processes.rank == 0 and (is_last or clock.is_save_due()):
                 save_checkpoint(self.output, learner.state(), Progress(done, clock.elapsed_s))
-                export_model(learner.snapshot(), recipe.build_tokenizer(), self.output / MODEL)
+                recipe.export(learner.snapshot(), recipe.build_tokenizer(), self.output / MODEL)
         # No process returns before the files are written.
         processes.barrier()
 
@@ -430,11 +429,11 @@ class _Run:
         done: int,
         losses: StepLosses,
     ) -> None:
-        """Append a line to the log, with the accuracy every `_EVALUATE_EVERY_STEPS` steps."""
+        """Append a line to the log, with the accuracy every `Recipe.evaluate_every_steps` steps."""
         num_steps = self.identity.num_steps
         tokens_per_s = clock.lap(done) * self.identity.tokens_per_step
         accuracy = None
-        if done == num_steps or done % _EVALUATE_EVERY_STEPS == 0:
+        if done == num_steps or done % learner.recipe.evaluate_every_steps == 0:
             accuracy = tune_accuracy(learner, processes)
             clock.skip_lap()
         if processes.rank > 0:

@@ -7,7 +7,7 @@ import pytest
 from datafiles import GSM8K, write_jsonl
 from hypothesis import given
 from hypothesis import strategies as st
-from kvpolicy_reasoner.tasks import LEVELS
+from kvpolicy_reasoner.tasks import LEVELS, levels_of
 
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.task import QUESTIONS, Graded, installed_tasks, load_task
@@ -161,7 +161,8 @@ def test_the_standard_level_is_the_default() -> None:
         "reasoner"
     ).examples(5, seed=0)
     assert load_task("reasoner:level=standard").name == "reasoner"
-    assert set(LEVELS) == {"easy", "medium", "hard", "standard"}
+    assert set(LEVELS) == {"easy", "medium", "hard", "long", "standard"}
+    assert levels_of("reasoner") == ["easy", "medium", "hard", "standard"]
 
 
 @pytest.mark.parametrize("info", installed_tasks(), ids=lambda info: info.name)
