@@ -25,6 +25,7 @@ from kvpolicy.hooks import discovery
 from kvpolicy.hooks.discovery import describe_policy
 from kvpolicy.lab.sweep.sweep_file import load_preset
 from kvpolicy.lab.tasks.likelihood import Agreement, Perplexity
+from kvpolicy.lab.tasks.repetition import Repetition
 from kvpolicy.lab.tasks.retention import Retention
 from kvpolicy.lab.tasks.task import Example, Graded, installed_tasks
 
@@ -310,7 +311,13 @@ def test_tasks_are_documented_with_their_options() -> None:
 
 def test_metric_columns_are_documented() -> None:
     rows = re.findall(r"^\| (\w+) \| `(\w+)` \| ", _section(TASKS, "Columns"), re.M)
-    metrics = (Graded(lambda *_: True), Perplexity(), Agreement(), Retention())
+    metrics = (
+        Graded(lambda *_: True),
+        Perplexity(),
+        Agreement(),
+        Repetition(),
+        Retention(),
+    )
     assert rows == [(one.name, column.name) for one in metrics for column in one.columns]
 
 

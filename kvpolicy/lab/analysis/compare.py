@@ -16,7 +16,7 @@ from kvpolicy.lab.statistics import (
     sign_test,
 )
 from kvpolicy.lab.store.records import ItemRecord, Sample
-from kvpolicy.lab.tasks.task import ACCURACY, Column, mean_by_example, sums_by_example
+from kvpolicy.lab.tasks.task import Column, mean_by_example, sums_by_example
 
 MCNEMAR, SIGN = "mcnemar", "sign"
 
@@ -102,12 +102,12 @@ class CellComparison:
 
     @property
     def test(self) -> str:
-        """``"mcnemar"`` where every value is correct or wrong, else ``"sign"``.
+        """``"mcnemar"`` where every value is 0 or 1, else ``"sign"``.
 
         Both are the exact sign test of the items on which the cells differ.
         """
-        is_graded = _is_graded(self.column, [(pair.a, pair.b) for pair in self.pairs])
-        return MCNEMAR if is_graded else SIGN
+        is_binary = _is_binary(self.column, [(pair.a, pair.b) for pair in self.pairs])
+        return MCNEMAR if is_binary else SIGN
 
     @property
     def p_value(self) -> float | None:
@@ -327,8 +327,8 @@ def paired_difference(
         seed: Random seed of the bootstrap.
 
     Returns:
-        The difference. Its interval is `paired_proportions` where every value is correct or
-        wrong, else a bootstrap over items; ``None`` if the cells have no item in common.
+        The difference. Its interval is `paired_proportions` where every value is 0 or
+        1, else a bootstrap over items; ``None`` if the cells have no item in common.
     """
     if column.parts is not None:
         sums_a, sums_b = sums_by_example(a, column.parts), sums_by_example(b, column.parts)
@@ -345,7 +345,7 @@ def paired_difference(
     pairs = [(values_a[i], values_b[i]) for i in sorted(values_a.keys() & values_b.keys())]
     if not pairs:
         return None
-    if _is_graded(column, pairs):
+    if _is_binary(column, pairs):
         counts = (pairs.count(outcome) for outcome in ((1, 1), (1, 0), (0, 1), (0, 0)))
         return paired_proportions(*counts)
     return bootstrap_mean([x - y for x, y in pairs], seed=seed)
@@ -356,9 +356,9 @@ def facet_order(value: int | str) -> tuple[bool, int | str]:
     return isinstance(value, str), value
 
 
-def _is_graded(column: Column, pairs: Sequence[tuple[float, float]]) -> bool:
-    """Whether every value is correct or wrong, and not the mean of several attempts."""
-    return column is ACCURACY and all({x, y} <= {0.0, 1.0} for x, y in pairs)
+def _is_binary(column: Column, pairs: Sequence[tuple[float, float]]) -> bool:
+    """Whether every value is 0 or 1, and not the mean of several attempts."""
+    return column.is_binary and all({x, y} <= {0.0, 1.0} for x, y in pairs)
 
 
 def _compacted(found: CellComparison) -> set[int]:

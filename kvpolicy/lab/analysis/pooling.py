@@ -16,6 +16,7 @@ from kvpolicy.errors import ResultsError
 from kvpolicy.lab.store.read import RunFolder
 from kvpolicy.lab.store.records import CellRecord, CellTiming, EvalSettingRecord, ItemRecord, Sample
 from kvpolicy.lab.tasks.likelihood import Agreement, Perplexity
+from kvpolicy.lab.tasks.repetition import Repetition
 from kvpolicy.lab.tasks.task import ACCURACY, LENGTH, Column, mean_of
 
 # Fields in which pooled evaluation settings may differ: the seed, and what follows from it.
@@ -23,7 +24,13 @@ _SEED_FIELDS = ("group", "seed", "n", "prompt_hash")
 
 # Columns with their own estimate; a column of an unknown task is the mean of its values.
 _KNOWN_COLUMNS = {
-    column.name: column for column in (ACCURACY, *Perplexity().columns, *Agreement().columns)
+    column.name: column
+    for column in (
+        ACCURACY,
+        *Perplexity().columns,
+        *Agreement().columns,
+        *Repetition().columns,
+    )
 }
 
 Keep = Callable[[EvalSettingRecord, CellRecord], bool]

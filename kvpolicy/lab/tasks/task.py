@@ -116,6 +116,7 @@ class Column:
         parts: The numerator and denominator that one sample contributes, where the quantity of
             a cell is a ratio of sums; not given where it is the mean over the examples.
         of_ratio: Function of that ratio which gives the quantity, such as the exponential.
+        is_binary: Whether it is 0 or 1 for each sample.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Column:
     is_share: bool = False
     parts: Callable[[Sample], tuple[float, float] | None] | None = None
     of_ratio: Callable[[float], float] = float
+    is_binary: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the manifest."""
@@ -289,6 +291,29 @@ def mean_of(
     return Column(name, title, heading, of_sample, estimate, is_share)
 
 
+def share_of(
+    name: str,
+    title: str,
+    heading: str,
+    value: Callable[[Sample], float | None] | None = None,
+) -> Column:
+    """Make a column for the share of samples of which something is true.
+
+    Args:
+        name: Its name in files.
+        title: Its short name in tables.
+        heading: Its name in plots.
+        value: 1 or 0 for one sample; by default the value ``name`` of its outcome.
+    """
+    of_sample = value or (lambda sample: sample.values.get(name))
+
+    def estimate(samples: Sequence[Sample]) -> Interval | None:
+        attempts = by_example(samples, of_sample).values()
+        return pass_at_1([list(map(bool, tries)) for tries in attempts]) if attempts else None
+
+    return Column(name, title, heading, of_sample, estimate, is_share=True, is_binary=True)
+
+
 def ratio_of(
     name: str,
     title: str,
@@ -354,11 +379,6 @@ def sums_by_example(
     }
 
 
-def _accuracy(samples: Sequence[Sample]) -> Interval | None:
-    attempts = by_example(samples, lambda sample: bool(sample.correct))
-    return pass_at_1(list(attempts.values())) if attempts else None
-
-
 def _is_correct(sample: Sample) -> float:
     return float(bool(sample.correct))
 
@@ -368,7 +388,7 @@ def _num_tokens(sample: Sample) -> float | None:
 
 
 LENGTH = mean_of("length", "tokens", "Generated tokens", _num_tokens)
-ACCURACY = Column("accuracy", "accuracy", "Accuracy", _is_correct, _accuracy, is_share=True)
+ACCURACY = share_of("accuracy", "accuracy", "Accuracy", _is_correct)
 
 
 @attrs.frozen
