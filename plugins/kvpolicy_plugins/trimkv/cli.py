@@ -147,10 +147,10 @@ def train(
     from kvpolicy.model.loading import load_model
 
     source = _Source(task, texts, n, seed)
-    written = source.read()
     loaded, tokenizer = load_model(
         model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
+    written = source.read(tokenizer)
     token_ids = [_tokens(text, tokenizer, source.name) for text in written]
     origin = {
         "model": model,
@@ -201,15 +201,15 @@ class _Source:
         """Its name in the file of gates."""
         return self.file or f"{self.task}, split train"
 
-    def read(self) -> list[str]:
+    def read(self, tokenizer: Any) -> list[str]:
         """Prompts with their reference texts, or texts alone."""
-        from kvpolicy.lab.tasks.task import load_task
+        from kvpolicy.lab.tasks.task import fitted, load_task
 
         named = self.file or self.task
         if named is None:
             msg = "no installed package sets a default task; give --task NAME or --texts FILE"
             raise KVPolicyError(msg)
-        task = load_task(named)
+        task = fitted(load_task(named), tokenizer)
         drawn = task.examples(self.n, seed=self.seed, split="test" if self.file else "train")
         if any(example.reference is None for example in drawn):
             msg = (

@@ -107,6 +107,7 @@ def test_gates_learn_from_a_file_of_texts(kvpolicy: Shell, tmp_path: Path) -> No
         (("--gate", "rg10"), "--gate got 'rg10'; choose rg or rg2 or rg3"),
         (("--task", "reasonr"), "reasonr"),
         (("--texts", "nowhere.txt"), "nowhere.txt"),
+        (("--task", "perplexity"), "tokenizer of this model knows"),
         (("--memory", "0"), "memory"),
     ],
 )
