@@ -15,6 +15,7 @@ import attrs
 from torch import Tensor
 
 from kvpolicy.attention.accumulators import ACCUMULATORS
+from kvpolicy.attention.integers import quantize
 
 
 @attrs.frozen(eq=False)
@@ -22,8 +23,8 @@ class DecodeLayer:
     """One layer in decode steps: what a step reads and changes.
 
     Attributes:
-        keys: ``[W, H_kv, R, D]``.
-        values: ``[W, H_kv, R, D]``.
+        keys: ``[W, H_kv, R, D]``; bytes, ``[W, H_kv, R, ...]``, where ``key_bits`` is not 0.
+        values: Likewise.
         positions: ``[W, H_kv, R]``, int64, -1 where empty.
         rows: Rows held before the step, ``[W, H_kv]``, int64; if KV heads have segments, those of a
             head in the mean.
@@ -41,6 +42,9 @@ class DecodeLayer:
             other head, ``R`` less its ``rows``. ``None``: every head has ``R`` places.
         sliding_window: Tokens that a query sees, its own included; 0: all. A slab that holds as
             many rows drops the oldest of a slot that is full.
+        key_bits: Bits of the numbers of keys that are stored in integers, 8 or 4, see
+            `kvpolicy.attention.integers`; 0: keys are numbers as they are.
+        value_bits: Those of values.
     """
 
     keys: Tensor
@@ -57,6 +61,20 @@ class DecodeLayer:
     window: Tensor | None = None
     bounds: Tensor | None = None
     sliding_window: int = 0
+    key_bits: int = 0
+    value_bits: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether keys and values are numbers as they are."""
+        return not (self.key_bits or self.value_bits)
+
+    def stored(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What is stored of keys and values ``[..., D]``."""
+        return (
+            quantize(key, self.key_bits) if self.key_bits else key,
+            quantize(value, self.value_bits) if self.value_bits else value,
+        )
 
     @property
     def slides(self) -> bool:

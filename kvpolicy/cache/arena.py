@@ -97,7 +97,6 @@ class SlabArena(Arena):
         slab: Slab,
         num_layers: int,
         num_slots: int,
-        store: type[RowStore] = RowStore,
         empty: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Allocate the slabs.
@@ -107,12 +106,11 @@ class SlabArena(Arena):
             slab: What each layer stores for a slot.
             num_layers: Layers of the arena.
             num_slots: Slots.
-            store: The form in which rows are stored.
             empty: The tables of an empty slot, by name.
         """
         super().__init__(shape, slab, num_layers, num_slots)
         num = num_layers * num_slots
-        self.store = store.allocate(shape, num, slab.capacity)
+        self.store = RowStore.allocate(shape, slab, num)
         rows = (num, shape.num_kv_heads, slab.capacity)
         self.positions = torch.full(rows, -1, dtype=torch.int64, device=shape.device)
         self.tracks = {
@@ -130,17 +128,17 @@ class SlabArena(Arena):
     @property
     def keys(self) -> Tensor:
         """Keys after RoPE, ``[layers * S, H_kv, capacity, D]``."""
-        return self.store.decode(self.store.keys)
+        return self.store.keys.decode(self.store.keys.slab)
 
     @property
     def values(self) -> Tensor:
         """Values, likewise."""
-        return self.store.decode(self.store.values)
+        return self.store.values.decode(self.store.values.slab)
 
     @property
     def slabs(self) -> list[Tensor]:
         """What has a place for every row, as it is stored."""
-        return [*self.store.tensors, self.positions, *self.tracks.values()]
+        return [*self.store.slabs, self.positions, *self.tracks.values()]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -154,7 +152,7 @@ class SlabArena(Arena):
         Keys and values are zeroed, too: empty rows are masked, but a NaN or an infinity in one
         would pass any mask, since 0 * NaN is NaN.
         """
-        for tensor in (*self.store.tensors, *self.tracks.values()):
+        for tensor in (*self.store.slabs, *self.tracks.values()):
             self.of_slot(tensor, slot).zero_()
         self.of_slot(self.positions, slot).fill_(-1)
         for name, empty in self._empty.items():

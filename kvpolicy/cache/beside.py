@@ -76,12 +76,9 @@ class OpenBeside(OpenRows):
     def __init__(self, layer: LayerCache, tokens: NewTokens, rows: RowsBeside) -> None:
         super().__init__(layer, tokens)
         self._rows, self.remembers = rows, layer.index in rows.wanted
-        device, layout, store = layer.shape.device, layer.layout, layer.store
+        device, layout = layer.shape.device, layer.layout
         columns = layout.columns(layer, tokens.slots.tolist())
-        keys, values = (
-            store.decode([columns.read(one) for one in side]) for side in (store.keys, store.values)
-        )
-        self.held = keys, values
+        self.held = layer.store.read(columns.read)
         own = np.arange(rows.num_done + tokens.width)
         new = torch.ones(1, 1, tokens.width, len(own), dtype=torch.bool, device=device)
         old = columns.present[:, :, None].expand(-1, -1, tokens.width, -1)

@@ -31,8 +31,9 @@ class LayerContents(Contents):
     a head has no row for come first, with position -1 and 0 elsewhere.
 
     Attributes:
-        keys: Keys after RoPE, ``[H_kv, T, D]``, in the model's precision.
-        values: Values, ``[H_kv, T, D]``.
+        keys: Keys after RoPE, ``[H_kv, T, D]``, in the model's precision; as bytes where the plan
+            stores integers, see `kvpolicy.attention.integers`.
+        values: Values, likewise.
         positions: Position of each row's token, ``[H_kv, T]``, int64, strictly rising.
         tracks: Per-row numbers by name, ``[H_kv, T]``, fp32.
         window: The stored queries, ``[H_q, W, D]``, the query at position p at index ``p % W``;

@@ -70,11 +70,13 @@ class EagerStep:
             values: Likewise.
 
         Returns:
-            States ``[N, M]``, keys and values ``[N, H_kv, D]``, positions ``[N]``.
+            States ``[N, M]``, keys and values ``[N, H_kv, D]`` as attention reads them, positions
+            ``[N]``.
         """
-        shape, tokens = self.cache.layers[layer_idx].shape, self.tokens
-        keys, values = (tokens.real(new).to(shape.dtype) for new in (keys, values))
-        positions = tokens.on(shape.device).positions
+        layer, tokens = self.cache.layers[layer_idx], self.tokens
+        keys = layer.store.keys.as_read(tokens.real(keys))
+        values = layer.store.values.as_read(tokens.real(values))
+        positions = tokens.on(layer.shape.device).positions
         return tokens.real(states[:, None])[:, 0], keys, values, positions
 
     def annotate(self, layer_idx: int, annotations: Mapping[str, Tensor]) -> None:

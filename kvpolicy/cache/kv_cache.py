@@ -49,7 +49,9 @@ class KVCache:
         slides: Whether a layer takes any number of tokens without a compaction, because its oldest
             row leaves a full slab with every token, ``[layers]``.
         slot_tensors: Other tensors that belong to the slots; the first axis is the slot.
-        row_bytes: Bytes of one row in each layer, in all heads of the model, ``[layers]``.
+        row_bytes: Bytes of one row in each layer as it is stored, in all heads of the model,
+            ``[layers]``.
+        plain_row_bytes: The same in the model's precision.
         rotate: Moves keys of a layer to other positions; ``None`` without a model.
     """
 
@@ -82,7 +84,8 @@ class KVCache:
         self.arenas: list[Arena] = []
         self._allocate(list(zip(shapes, slabs, strict=True)))
         self.slot_tensors: list[Tensor] = []
-        self.row_bytes = np.array([shape.row_bytes for shape in shapes], dtype=np.int64)
+        self.row_bytes = np.array([layer.row_bytes for layer in self.layers], dtype=np.int64)
+        self.plain_row_bytes = np.array([shape.row_bytes for shape in shapes], dtype=np.int64)
         windows = [shape.sliding_window or PLENTY for shape in shapes]
         self._windows = np.array(windows, dtype=np.int64)
         self.rotate: Rotate | None = None
@@ -188,8 +191,8 @@ class KVCache:
         return self.num_bytes + self.transient_bytes
 
     def full_bytes(self, slot: int) -> int:
-        """Bytes of keys and values that a full cache holds for the tokens of a slot."""
-        return int(np.minimum(self.seq_len[slot], self._windows) @ self.row_bytes)
+        """Bytes that a full cache in the model's precision holds for the tokens of a slot."""
+        return int(np.minimum(self.seq_len[slot], self._windows) @ self.plain_row_bytes)
 
     def grow(self, slabs: Sequence[Slab]) -> None:
         """Grow layers to the capacity of their new slab, arena by arena; none ever shrinks."""

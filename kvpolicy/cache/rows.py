@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpolicy.attention.softmax import observed_weights
 from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.store import StoredRows
 from kvpolicy.devices import upload
 from kvpolicy.errors import ModelError
 
@@ -117,12 +118,12 @@ class LayerRows:
     @property
     def keys(self) -> Tensor:
         """Keys after RoPE, ``[B, H_kv, T, D]``."""
-        return self._stored(self._arena.store.keys)
+        return self._decoded(self._arena.store.keys)
 
     @property
     def values(self) -> Tensor:
         """Values, ``[B, H_kv, T, D]``."""
-        return self._stored(self._arena.store.values)
+        return self._decoded(self._arena.store.values)
 
     @property
     def positions(self) -> Tensor:
@@ -276,9 +277,12 @@ class LayerRows:
         (layer_idx,) = set(self.layers)  # rows are evicted layer by layer where a policy does it
         return self._cache.rotate(layer_idx, keys, by)
 
-    def _stored(self, slabs: Sequence[Tensor]) -> Tensor:
+    def _decoded(self, stored: StoredRows) -> Tensor:
         """These rows, keys or values, as they are read."""
-        return self._arena.store.decode([self._span.read(slab) for slab in slabs])
+        rows = stored.read(self._span.read)
+        if stored.bits:
+            self._note_copy(rows.nbytes)
+        return rows
 
     def _note_copy(self, num_bytes: int) -> None:
         self._cache.note_copy(num_bytes)

@@ -37,7 +37,7 @@ class LayerShape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the keys and values of one token in this layer, in all heads."""
+        """Bytes of the keys and values of one token, in all heads, in the model's precision."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def zeros(self, *size: int) -> Tensor:
@@ -72,6 +72,8 @@ class Slab:
         ragged: Whether KV heads may hold different numbers of rows. Then ``capacity`` is the room
             of a head in the mean.
         staging: Rows beside the slabs; ``None``: there are none.
+        key_bits: Bits of the numbers of keys; 0: as many as the model's precision has.
+        value_bits: Those of values, likewise.
     """
 
     capacity: int
@@ -80,8 +82,21 @@ class Slab:
     room: int | None = None
     ragged: bool = False
     staging: Staging | None = None
+    key_bits: int = 0
+    value_bits: int = 0
 
     @property
     def most_rows(self) -> int:
         """Rows that a slot may hold."""
         return self.capacity + (0 if self.staging is None else self.staging.rows)
+
+    @property
+    def of_lanes(self) -> "Slab":
+        """What is stored for a prompt beside its slab."""
+        assert self.staging is not None
+        return Slab(
+            self.staging.rows,
+            tracks=self.tracks,
+            key_bits=self.key_bits,
+            value_bits=self.value_bits,
+        )

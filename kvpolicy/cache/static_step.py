@@ -412,8 +412,8 @@ class StaticStep:
         tracks = {name: track[served] for name, track in layer.tracks.items()}
         accumulated = [tracks.pop(name) for name in layer.accumulators]
         return DecodeLayer(
-            keys=layer.keys[served],
-            values=layer.values[served],
+            keys=layer.store.keys.slab[served],
+            values=layer.store.values.slab[served],
             positions=layer.positions[served],
             rows=self.rows[served, layer_idx, : layer.shape.num_kv_heads],
             seq_len=self.seq_len[served],
@@ -424,4 +424,6 @@ class StaticStep:
             window=None if layer.window is None else layer.window[served],
             bounds=None if layer.bounds is None else layer.bounds[served],
             sliding_window=layer.shape.sliding_window or 0,
+            key_bits=layer.store.keys.bits,
+            value_bits=layer.store.values.bits,
         )

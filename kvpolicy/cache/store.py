@@ -1,55 +1,102 @@
 """Where the bytes of keys and values are, and in which form.
 
 Layouts say which row is whose; they move rows as they are stored, and never look into one. Rows
-take another form on two ways only: `RowStore.encode` when a forward or a policy writes them, and
-`RowStore.decode` when attention or a policy reads them. A store in fewer bits overrides these and
-`RowStore.allocate`, and serves every layout.
+take another form on two ways only: `StoredRows.encode` when a forward or a policy writes them, and
+`StoredRows.decode` when attention or a policy reads them. A form in fewer bits overrides these and
+`StoredRows.allocate`, and serves every layout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Self
 
+import attrs
 from torch import Tensor
 
-from kvpolicy.cache.shape import LayerShape
+from kvpolicy.cache.shape import LayerShape, Slab
+from kvpolicy.features import feature
 
 
-class RowStore:
-    """Keys and values of the slots of some layers, in the model's precision.
+class StoredRows:
+    """Keys, or values, of the slots of some layers, in the model's precision.
 
     Attributes:
-        keys: What is stored of keys: tensors ``[N, H_kv, R, ...]`` of ``N`` slots of ``R`` rows,
-            one or several. All of a row lies in the same place of each.
-        values: What is stored of values, likewise.
+        shape: Shape of each layer.
+        slab: What is stored, ``[N, H_kv, R, ...]`` of ``N`` slots of ``R`` rows.
+        bits: Bits of a number; 0: as many as the model's precision has, and what is stored is what
+            is read.
     """
 
-    # Whether what is stored is what is read, so that kernels may read the tensors themselves.
-    is_plain = True
+    bits = 0
 
-    def __init__(self, shape: LayerShape, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        self.shape = shape
-        self.keys, self.values = tuple(keys), tuple(values)
+    def __init__(self, shape: LayerShape, slab: Tensor) -> None:
+        self.shape, self.slab = shape, slab
 
     @classmethod
     def allocate(cls, shape: LayerShape, num_slots: int, capacity: int) -> Self:
         """Empty rows of some slots; all bytes are 0."""
-        size = (num_slots, shape.num_kv_heads, capacity, shape.head_dim)
-        return cls(shape, [shape.zeros(*size)], [shape.zeros(*size)])
+        return cls(shape, shape.zeros(num_slots, shape.num_kv_heads, capacity, shape.head_dim))
 
-    def encode(self, rows: Tensor) -> Sequence[Tensor]:
-        """What is stored of keys or values ``[..., D]``: one tensor for each of `keys`."""
-        return (rows.to(self.shape.dtype),)
+    def encode(self, rows: Tensor) -> Tensor:
+        """What is stored of rows ``[..., D]``."""
+        return rows.to(self.shape.dtype)
 
-    def decode(self, stored: Sequence[Tensor]) -> Tensor:
-        """Keys or values ``[..., D]``, in the model's precision, from what is stored of them."""
-        return stored[0]
+    def decode(self, stored: Tensor) -> Tensor:
+        """Rows ``[..., D]``, in the model's precision, from what is stored of them."""
+        return stored
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All that is stored."""
-        return [*self.keys, *self.values]
+    def as_read(self, rows: Tensor) -> Tensor:
+        """What rows ``[..., D]`` are once they are stored."""
+        return self.decode(self.encode(rows))
+
+    def read(self, read: Callable[[Tensor], Tensor]) -> Tensor:
+        """Some of the rows, ``[..., D]``: those that a function takes of a slab."""
+        return self.decode(read(self.slab))
 
     def of_slots(self, slots: slice) -> Self:
         """The rows of some of its slots, in the same memory."""
-        keys, values = ([one[slots] for one in side] for side in (self.keys, self.values))
-        return type(self)(self.shape, keys, values)
+        return type(self)(self.shape, self.slab[slots])
+
+
+@attrs.frozen(eq=False)
+class RowStore:
+    """Keys and values of the slots of some layers."""
+
+    keys: StoredRows
+    values: StoredRows
+
+    @classmethod
+    def allocate(cls, shape: LayerShape, slab: Slab, num_slots: int) -> Self:
+        """Empty rows of some slots, in the form that is wanted of a slab."""
+        sides = (
+            form_of(bits).allocate(shape, num_slots, slab.capacity)
+            for bits in (slab.key_bits, slab.value_bits)
+        )
+        return cls(*sides)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is stored is what is read."""
+        return not (self.keys.bits or self.values.bits)
+
+    @property
+    def slabs(self) -> list[Tensor]:
+        """All that is stored."""
+        return [self.keys.slab, self.values.slab]
+
+    def read(self, read: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values of some of the rows, see `StoredRows.read`."""
+        return self.keys.read(read), self.values.read(read)
+
+    def of_slots(self, slots: slice) -> Self:
+        """The rows of some of its slots, in the same memory."""
+        return type(self)(self.keys.of_slots(slots), self.values.of_slots(slots))
+
+
+def form_of(bits: int) -> type[StoredRows]:
+    """The form of rows whose numbers have so many bits; 0: those of the model's precision."""
+    if not bits:
+        return StoredRows
+    form: type[StoredRows] = feature(
+        "kvpolicy.cache.integer_rows", f"Int{bits}Rows", f'plans with rows = "int{bits}"'
+    )
+    return form

@@ -7,7 +7,8 @@ With ``--json``, `show` prints ``{"model", "dtype", "tokens", "prompt_tokens", "
 "bytes_per_slot"}], "schedule"}``.
 A budget is null if all rows stay, a sliding window if the layer has none; a layer whose budget is
 given as a share also has ``"budget_from"``, one in which the rows of prompts stay ``"prompt"``, one
-with a larger buffer for prompts that enter ``"prefill_buffer"``.
+with a larger buffer for prompts that enter ``"prefill_buffer"``, and one with rows in integers
+``"rows"``.
 `check` prints ``{"file", "model", "ok", "digest", "problems":
 [{"error", "message"}], "warnings"}``; ``error`` is the class of the problem, and the digest is null
 if there are problems. A warning says what in the plan changes nothing.
@@ -310,7 +311,7 @@ def _row(group: "list[LayerFootprint]", *, windows: bool) -> list[str]:
         "all" if plan["budget"] is None else f"{prompt}{plan['budget']:,}{shared}",
         "-" if plan["buffer"] is None else f"{plan['buffer']:,}{_prefill_buffer(plan)}",
         *([f"{first.sliding_window:,}" if first.sliding_window else "-"] if windows else []),
-        f"{first.rows_per_slot:,}",
+        f"{first.rows_per_slot:,}{_format(plan)}",
         format_bytes(first.bytes_per_slot) + each,
         " + ".join(_policy(spec) for spec in plan["stack"]),
     ]
@@ -318,6 +319,12 @@ def _row(group: "list[LayerFootprint]", *, windows: bool) -> list[str]:
 
 def _prefill_buffer(plan: dict[str, Any]) -> str:
     return f", prefill {plan['prefill_buffer']:,}" if "prefill_buffer" in plan else ""
+
+
+def _format(plan: dict[str, Any]) -> str:
+    """How rows are stored, if not in the model's precision."""
+    rows = plan.get("rows", "")
+    return f" {rows if isinstance(rows, str) else '/'.join(rows.values())}".rstrip()
 
 
 def _policy(spec: dict[str, Any]) -> str:

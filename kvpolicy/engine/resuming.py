@@ -79,7 +79,7 @@ class Resuming:
         """The plan and the shapes of the model."""
         shapes = self._adapter.layer_shapes()
         slabs = [
-            stack.slab(1, heads=layer.heads)
+            layer.slab(stack, 1)
             for stack, layer in zip(self._stacks, self._plan.layers, strict=True)
         ]
         identity = {
@@ -170,7 +170,10 @@ def _layer_identity(shape: dict[str, Any], slab: Slab) -> dict[str, Any]:
     """What snapshots have in common in one layer."""
     del shape["device"]
     shape["dtype"] = str(shape["dtype"]).removeprefix("torch.")
-    ragged = {"ragged": slab.ragged}
+    # Only if it is not the default, so that older snapshots stay valid.
+    bits = {"key_bits": slab.key_bits, "value_bits": slab.value_bits}
+    integers = bits if any(bits.values()) else {}
+    ragged = {"ragged": slab.ragged, **integers}
     return shape | {"tracks": slab.tracks, "num_queries": slab.window_size} | ragged
 
 

@@ -230,6 +230,7 @@ class ModelAdapter:
         """An empty KV cache for this model."""
         cache = KVCache(self.layer_shapes(), slabs, num_slots)
         cache.row_bytes *= self.processes.num_shards
+        cache.plain_row_bytes *= self.processes.num_shards
         cache.rotate = self.rotation()
         # A cache that is filled from snapshots may never see a prefill.
         for layer, softmax in zip(cache.layers, self._softmax, strict=False):

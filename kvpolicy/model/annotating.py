@@ -57,8 +57,8 @@ def annotate_static_rows(given: ForwardInput, layer_idx: int, key: Tensor, value
     step.keep_states(layer_idx, states)
     names = given.annotating.tracks.get(layer_idx)
     if names:
-        dtype = step.cache.layers[layer_idx].shape.dtype
-        key, value = key[:, :, 0].to(dtype), value[:, :, 0].to(dtype)
+        store = step.cache.layers[layer_idx].store
+        key, value = store.keys.as_read(key[:, :, 0]), store.values.as_read(value[:, :, 0])
         written = step.new_numbers(layer_idx, names)
         if step.in_graph:
             torch.ops.kvpolicy.annotate.default(states, key, value, *written, layer_idx)

@@ -10,7 +10,7 @@ import attrs
 from kvpolicy.errors import PlanError
 from kvpolicy.plan.plan import Plan, default_prefill_buffer
 from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
-from kvpolicy.plan.spec import PolicySpec
+from kvpolicy.plan.spec import PLAIN_ROWS, PolicySpec
 
 
 def to_plan_data(resolved: ResolvedPlan) -> dict[str, Any]:
@@ -84,6 +84,7 @@ def _group(layers: Sequence[LayerPlan], num_layers: int) -> dict[str, Any]:
         **({} if first.prompt == "evict" else {"prompt": first.prompt}),
         **({} if first.heads == "own" else {"heads": first.heads}),
         **_prefill_buffer(first),
+        **({} if first.rows == PLAIN_ROWS else {"rows": first.rows.to_plain()}),
     }
 
 

@@ -26,7 +26,9 @@ from kvpolicy.plan.spec import (
     GROUPS,
     HEADS,
     PADDING,
+    PLAIN_ROWS,
     PROMPT,
+    ROWS,
     STACK,
     Budget,
     Heads,
@@ -36,6 +38,7 @@ from kvpolicy.plan.spec import (
     PolicySpec,
     Problem,
     PromptRows,
+    RowFormats,
     plan_field,
     problems_of,
     read_table,
@@ -103,6 +106,8 @@ class Plan:
         prefill_buffer: Rows that may join before the next compaction while a prompt enters, at
             least as many as ``buffer``; by default `default_prefill_buffer`. They take memory once,
             not in every slot.
+        rows: How rows are stored: ``"model"``, in the model's precision; ``"int8"``, in integers;
+            or a table of these for ``keys`` and ``values``, where values may have ``"int4"``.
         name: Where the plan came from, for messages.
         sources: How the user gave entries that are not in the plan's file, by their keys and
             indices, for messages: ``{("budget",): "--budget 96"}``.
@@ -120,6 +125,7 @@ class Plan:
     prompt: PromptRows = plan_field(PROMPT, "evict")
     heads: Heads = plan_field(HEADS, "own")
     prefill_buffer: int | None = plan_field(COUNT, None)
+    rows: RowFormats = plan_field(ROWS, PLAIN_ROWS)
     name: str = attrs.field(default="the plan", eq=False)
     sources: Mapping[Location, str] = attrs.field(factory=dict, eq=False, repr=False)
     options: Mapping[str, str] = attrs.field(factory=dict, eq=False, repr=False)
@@ -153,6 +159,7 @@ class Plan:
         prompt: PromptRows = "evict",
         heads: Heads = "own",
         prefill_buffer: int | None = None,
+        rows: str | Mapping[str, str] | RowFormats = PLAIN_ROWS,
     ) -> "Plan":
         """The same stack, budget and buffer in every layer.
 
@@ -170,6 +177,8 @@ class Plan:
             heads: ``"own"``, or ``"shared"``: the budget is the mean over the KV heads of a layer.
             prefill_buffer: Rows that may join before the next compaction while a prompt enters; by
                 default `default_prefill_buffer`.
+            rows: How rows are stored: ``"model"``, ``"int8"``, or for example ``{"keys": "int8",
+                "values": "int4"}``.
 
         Raises:
             PlanError: If a value is malformed, or knobs are given for a policy that is not in
@@ -192,6 +201,7 @@ class Plan:
             prompt=prompt,
             heads=heads,
             prefill_buffer=prefill_buffer,
+            rows=rows,  # type: ignore[arg-type]
         )
         specs = [*plan.stack, *plan.schedule]
         names = [spec.policy for spec in specs]
@@ -515,7 +525,7 @@ class _Resolution:
     ) -> list[LayerPlan]:
         """The layers of one group; none if it depends on a malformed value."""
         group, plan = self._groups[i], self._plan
-        own = ("stack", "budget", "buffer", "prompt", "heads", "prefill_buffer")
+        own = ("stack", "budget", "buffer", "prompt", "heads", "prefill_buffer", "rows")
         inherited = [key for key in own if getattr(group, key) is None]
         depends = {(i, key) for key in own} | {(None, key) for key in (*inherited, "length")}
         if depends & self._malformed:
@@ -578,6 +588,7 @@ class _Resolution:
                 budget_from=share,
                 prefill_buffer=None if prefill_buffer == buffer else prefill_buffer,
                 prefill_by_default=is_default,
+                rows=plan.rows if group.rows is None else group.rows,
             )
             for layer_idx, rows in zip(members, budgets, strict=True)
         ]

@@ -13,7 +13,7 @@ from kvpolicy.cache.shape import UNLIMITED, Slab, Staging
 from kvpolicy.errors import PlanError
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.plan.plain import as_plain
-from kvpolicy.plan.spec import Heads, Padding, PolicySpec, PromptRows
+from kvpolicy.plan.spec import PLAIN_ROWS, Heads, Padding, PolicySpec, PromptRows, RowFormats
 
 # Rows beside the slabs may be one in so many of all slots.
 _STAGED_SHARE = 4
@@ -37,6 +37,7 @@ class LayerPlan:
         prefill_buffer: Rows that may join before the next compaction while a prompt enters;
             ``None``: as many as later.
         prefill_by_default: Whether the plan left that open. It is not part of the digest.
+        rows: How rows are stored.
         budget_from: The calculation of a budget that the plan gives as a share, as text. It
             is not part of the digest: the plan equals one with the same number of rows.
     """
@@ -52,6 +53,7 @@ class LayerPlan:
     budget_from: str | None = attrs.field(default=None, eq=False)
     prefill_buffer: int | None = None
     prefill_by_default: bool = attrs.field(default=False, eq=False)
+    rows: RowFormats = PLAIN_ROWS
 
     @property
     def evicts(self) -> bool:
@@ -112,7 +114,11 @@ class LayerPlan:
         if self.keeps_prompt:
             assert self.budget is not None
             room = self.budget + self.buffer if self.bounded else UNLIMITED
-        slab = stack.slab(self.capacity(longest, longest_prompt), room, self.heads)
+        slab = attrs.evolve(
+            stack.slab(self.capacity(longest, longest_prompt), room, self.heads),
+            key_bits=self.rows.key_bits,
+            value_bits=self.rows.value_bits,
+        )
         rows = self.num_staged_rows(longest, longest_entering)
         return attrs.evolve(slab, staging=Staging(rows, num_staged)) if rows else slab
 
@@ -137,6 +143,7 @@ class LayerPlan:
             **({} if self.prompt == "evict" else {"prompt": self.prompt}),
             **({} if self.heads == "own" else {"heads": self.heads}),
             **({"prefill_buffer": self.prefill_buffer} if self.stages else {}),
+            **({} if self.rows == PLAIN_ROWS else {"rows": self.rows.to_plain()}),
             # Policies whose slabs grow may still compact: their budget has a key of its own.
             **({} if self.bounded else {"prefill_budget": self.budget}),
             **({} if self.budget_from is None else {"budget_from": self.budget_from}),

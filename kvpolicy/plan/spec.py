@@ -35,6 +35,7 @@ Location = tuple[str | int, ...]
 Padding = Literal["none", "stored"]
 PromptRows = Literal["evict", "keep"]
 Heads = Literal["own", "shared"]
+RowFormat = Literal["model", "int8", "int4"]
 
 #: Top-level sections that plans do not have, with what to use instead.
 RESERVED = {
@@ -139,6 +140,60 @@ def _read_heads(value: object) -> Heads:
     msg = (
         f'{value!r:.60} does not say how KV heads have the budget; write "own", or "shared" for '
         "the budget of all heads together"
+    )
+    raise TypeError(msg)
+
+
+@attrs.frozen
+class RowFormats:
+    """How the keys and the values of rows are stored.
+
+    Attributes:
+        keys: ``"model"``: in the model's precision; ``"int8"``: in integers.
+        values: Likewise, or ``"int4"``.
+    """
+
+    keys: RowFormat = "model"
+    values: RowFormat = "model"
+
+    @property
+    def key_bits(self) -> int:
+        """Bits of the numbers of keys; 0: those of the model's precision."""
+        return _BITS[self.keys]
+
+    @property
+    def value_bits(self) -> int:
+        """Those of values."""
+        return _BITS[self.values]
+
+    def to_plain(self) -> str | dict[str, str]:
+        """As a plan file has it."""
+        return self.keys if self.keys == self.values else attrs.asdict(self)
+
+
+#: Keys and values in the model's precision.
+PLAIN_ROWS = RowFormats()
+
+_BITS: dict[RowFormat, int] = {"model": 0, "int8": 8, "int4": 4}
+
+
+def _read_rows(value: object) -> RowFormats:
+    if isinstance(value, RowFormats):
+        return value
+    sides: dict[Any, Any]
+    sides = dict(value) if isinstance(value, Mapping) else {"keys": value, "values": value}
+    known = all(isinstance(one, str) and one in _BITS for one in sides.values())
+    if known and sides and set(sides) <= {"keys", "values"}:
+        if sides.get("keys") == "int4":
+            msg = (
+                f"{value!r:.60} stores keys in 4 bits, with which models answer much worse; write "
+                '"int8" or { keys = "int8", values = "int4" }'
+            )
+            raise TypeError(msg)
+        return RowFormats(**sides)
+    msg = (
+        f'{value!r:.60} does not say how rows are stored; write "model" or "int8", or a table such '
+        'as { keys = "int8", values = "int4" }'
     )
     raise TypeError(msg)
 
@@ -328,6 +383,21 @@ BUDGET = Rule(_read_budget, {"oneOf": [_COUNT, {"type": "string", "pattern": SHA
 PADDING = _one_of(get_args(Padding), "a padding")
 PROMPT = _one_of(get_args(PromptRows), "what becomes of the rows of prompts")
 HEADS = Rule(_read_heads, {"enum": list(get_args(Heads))})
+_OF_KEYS = {"enum": ["model", "int8"]}
+ROWS = Rule(
+    _read_rows,
+    {
+        "oneOf": [
+            _OF_KEYS,
+            {
+                "type": "object",
+                "properties": {"keys": _OF_KEYS, "values": {"enum": list(get_args(RowFormat))}},
+                "minProperties": 1,
+                "additionalProperties": False,
+            },
+        ]
+    },
+)
 WHERE = Rule(
     _read_where,
     {
@@ -356,6 +426,8 @@ class LayerGroup:
         heads: Whether each KV head has the budget for itself, ``"own"``, or all heads of a layer
             have it together, ``"shared"``.
         prefill_buffer: Rows that may join before the next compaction while a prompt enters.
+        rows: How rows are stored: ``"model"``, ``"int8"``, or a table of these for ``keys`` and
+            ``values``, where values may have ``"int4"``.
     """
 
     where: str | tuple[int, ...] = plan_field(WHERE, "all")
@@ -365,6 +437,7 @@ class LayerGroup:
     prompt: PromptRows | None = plan_field(PROMPT, None)
     heads: Heads | None = plan_field(HEADS, None)
     prefill_buffer: int | None = plan_field(COUNT, None)
+    rows: RowFormats | None = plan_field(ROWS, None)
 
     def layers(self, num_layers: int, name: str) -> list[int]:
         """The layers of the group, in the order in which `where` names them.

@@ -238,7 +238,7 @@ def test_a_larger_slab_has_the_rows_of_the_smaller_one(seed: int, by: int) -> No
     def held() -> list[Tensor]:
         layer = cache.layers[0]
         arena = layer.arena
-        slabs = (*arena.store.tensors, arena.positions, *arena.tracks.values())
+        slabs = (*arena.store.slabs, arena.positions, *arena.tracks.values())
         return [rows for slab in slabs for rows in layer.held(1, slab)]
 
     before = [rows.clone() for rows in held()]

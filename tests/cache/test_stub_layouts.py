@@ -1,8 +1,4 @@
-"""What a layout or a store of another file needs: rows in 8 bits, and a state without rows.
-
-The stores round numbers, so what they give is compared with a store of full precision that rounds
-alike: tokens and kept rows are equal to the bit, in every layout.
-"""
+"""What a layout of another file needs: a state without rows."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,118 +7,26 @@ from typing import Any, Self
 import numpy as np
 import pytest
 import torch
-from families import family_model
 from fresh_process import run_fresh
-from tiny import tiny_model
 from torch import Tensor
 
-from kvpolicy import Engine, Plan, Request
 from kvpolicy.cache.arena import Arena
 from kvpolicy.cache.contents import Contents
 from kvpolicy.cache.counts import Counts
 from kvpolicy.cache.eager_step import EagerStep
 from kvpolicy.cache.kv_cache import KVCache
-from kvpolicy.cache.layouts.base import PLENTY, Layer, Layout, RowLayout
+from kvpolicy.cache.layouts.base import PLENTY, Layer, Layout
 from kvpolicy.cache.layouts.compose import layouts_of
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.cache.slot_contents import copy_slot, fill_slot
 from kvpolicy.cache.static_step import StaticStep
-from kvpolicy.cache.store import RowStore
 from kvpolicy.errors import KVPolicyError
 
 
-class Int8Store(RowStore):
-    """Codes ``[N, H_kv, R, D]`` and a power of 2 ``[N, H_kv, R, 1]`` for each row."""
-
-    is_plain = False
-
-    @classmethod
-    def allocate(cls, shape: LayerShape, num_slots: int, capacity: int) -> Self:
-        size = (num_slots, shape.num_kv_heads, capacity)
-
-        def side() -> list[Tensor]:
-            return [torch.zeros(*size, shape.head_dim, dtype=torch.int8), torch.zeros(*size, 1)]
-
-        return cls(shape, side(), side())
-
-    def encode(self, rows: Tensor) -> Sequence[Tensor]:
-        largest = rows.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-20)
-        scale = (largest / 127).log2().ceil().exp2()
-        return (rows.float() / scale).round().to(torch.int8), scale
-
-    def decode(self, stored: Sequence[Tensor]) -> Tensor:
-        return (stored[0].float() * stored[1]).to(self.shape.dtype)
-
-
-class RoundedStore(RowStore):
-    """Full precision, of what `Int8Store` would have given."""
-
-    def encode(self, rows: Tensor) -> Sequence[Tensor]:
-        int8 = Int8Store(self.shape, [], [])
-        return super().encode(int8.decode(int8.encode(rows)))
-
-
-PLANS = {
-    "even": Plan.uniform("h2o", budget=12, buffer=5),
-    "queries": Plan.uniform("snapkv", budget=12, buffer=5),
-    "ragged": Plan.uniform("h2o", budget=12, buffer=5, heads="shared"),
-    "prompt kept": Plan.uniform("h2o", budget=9, buffer=5, prompt="keep"),
-    "window": Plan.uniform("streaming", budget=12, buffer=5),
-    "a whole window": Plan.uniform("full"),
-    "rows replaced": Plan.uniform("h2o", "merge", budget=12, buffer=5),
-    "lookaheads": Plan.uniform("laq", budget=12, buffer=5),
-}
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("kind", PLANS)
-def test_rows_in_8_bits_run_in_every_layout(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = family_model("mistral", window=20) if "window" in kind else tiny_model()
-    prompts = [[5, 6, 7, 8] * 6, [9, 3, 1] * 4, [11] * 30]
-    found = []
-    for store in (Int8Store, RoundedStore):
-        monkeypatch.setattr(RowLayout, "store", store)
-        engine = Engine(model, None, PLANS[kind], slots=2, chunk=7, eager=True)
-        requests = [Request(one, 20, stop_ids=(), snapshot=True) for one in prompts]
-        results = engine.generate(requests).results()
-        again = engine.generate([one.snapshot for one in results], max_new_tokens=6).results()
-        held = [
-            (one.positions, one.keys, one.values)
-            for result in results
-            if result.snapshot
-            for one in result.snapshot.contents.layers
-        ]
-        evicted = [one.rows_evicted for one in results]
-        tokens = [list(one.tokens) for one in (*results, *again)]
-        found.append((tokens, evicted, held))
-    (tokens, evicted, held), (expected, gone, rows) = found
-    assert len(tokens[0]) == 20
-    assert tokens == expected
-    assert evicted == gone
-    assert bool(max(evicted)) == (kind != "a whole window")
-    assert all(map(torch.equal, sum(held, ()), sum(rows, ())))
-    assert len(held) == 6
-
-
-def test_static_steps_refuse_what_their_kernels_cannot_read(
-    cache: KVCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_static_steps_refuse_layers_without_rows(cache: KVCache) -> None:
     with pytest.raises(KVPolicyError, match=r"layer 1 holds no rows.*eager=True"):
         StaticStep(cache)
-    monkeypatch.setattr(RowLayout, "store", Int8Store)
-    with pytest.raises(KVPolicyError, match=r"layer 0 stores rows in another form.*eager=True"):
-        Engine(tiny_model(), plan=PLANS["even"])
-
-
-def test_a_slot_of_8_bits_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    for store in (Int8Store, RowStore):
-        monkeypatch.setattr(RowLayout, "store", store)
-        shape = LayerShape(2, 2, 64, torch.float32, torch.device("cpu"))
-        sizes.append(KVCache([shape], [Slab(10)], 3).num_bytes)
-    positions = 3 * 2 * 10 * 8
-    assert [size - positions for size in sizes] == [3 * 2 * 10 * 2 * (64 + 4), 3 * 2 * 10 * 2 * 256]
 
 
 class StateContents(Contents):

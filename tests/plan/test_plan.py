@@ -287,3 +287,29 @@ def test_a_file_with_the_name_of_an_installed_plan_needs_its_suffix(
 def test_an_unknown_name_suggests_the_nearest_and_a_file() -> None:
     with pytest.raises(PlanError, match=r"'skipvk'.* skipkv"):
         Plan.load("skipvk")
+
+
+def test_rows_are_stored_as_the_plan_or_a_group_says() -> None:
+    mixed = {"keys": "int8", "values": "int4"}
+    groups = [{"where": "0:1"}, {"where": "1:2", "rows": "model"}, {"where": "2:", "rows": mixed}]
+    data = {"stack": ["full"], "rows": "int8", "layers": groups}
+    resolved = Plan.from_dict(data).resolve(3)
+    written = [layer.to_dict().get("rows") for layer in resolved.layers]
+    assert written == ["int8", None, mixed]
+    slabs = [
+        layer.slab(stack, 9)
+        for layer, stack in zip(resolved.layers, resolved.stacks(), strict=True)
+    ]
+    assert [(slab.key_bits, slab.value_bits) for slab in slabs] == [(8, 8), (0, 0), (8, 4)]
+
+
+def test_a_plan_that_says_how_rows_are_stored_by_default_is_the_same_plan() -> None:
+    digests = {
+        Plan.uniform("full", **rows).resolve(2).digest()
+        for rows in ({}, {"rows": "model"}, {"rows": {"keys": "model"}})
+    }
+    assert len(digests) == 1
+    eight = [{"rows": "int8"}, {"rows": {"keys": "int8", "values": "int8"}}]
+    other = {Plan.uniform("full", **rows).resolve(2).digest() for rows in eight}
+    assert len(other) == 1
+    assert not digests & other

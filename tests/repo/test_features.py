@@ -80,6 +80,7 @@ WITH = {
     "ragged": lambda: answered(plan("adakv", "h2o", heads="shared")),
     "prompt_kept": lambda: answered(plan("streaming", prompt="keep")),
     "window": windowed,
+    "integer_rows": lambda: answered(plan("streaming", rows="int8")),
     "staged": lambda: answered(plan("streaming", prefill_buffer=16), Request([1] * 15, 2)),
 }
 print(len(answered(plan("h2o"))))
@@ -107,7 +108,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.few(3)
-@pytest.mark.parametrize("file", [*EXTENSIONS, *LAYOUTS])
+@pytest.mark.parametrize("file", [*EXTENSIONS, *LAYOUTS, "cache/integer_rows.py"])
 def test_a_feature_is_one_file(file: str, copy: Path, tmp_path: Path) -> None:
     path, aside = copy / "kvpolicy" / file, tmp_path / "aside"
     shutil.move(path, aside)

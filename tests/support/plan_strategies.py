@@ -21,6 +21,9 @@ counts = st.integers(16, 400)
 shares = st.integers(1, 400).map(lambda tenths: f"{tenths / 4:g}%")
 budgets = counts | shares  # with a length of at least 6,400, the least share is 16 rows
 lengths = st.integers(6400, 100_000)
+formats = st.sampled_from(["model", "int8", {"values": "int4"}, {"keys": "int8"}]).map(
+    copy.deepcopy
+)
 stacks = st.sampled_from(STACKS).map(copy.deepcopy)
 
 
@@ -56,6 +59,8 @@ def plan_data(draw: st.DrawFn, *, num_layers: int = 4) -> dict[str, Any]:
     if draw(st.booleans()):
         data["prompt"] = draw(prompts)
     if draw(st.booleans()):
+        data["rows"] = draw(formats)
+    if draw(st.booleans()):
         data["stack"] = draw(stacks)
         return data
     data["layers"] = []
@@ -64,6 +69,7 @@ def plan_data(draw: st.DrawFn, *, num_layers: int = 4) -> dict[str, Any]:
         group |= {"budget": draw(budgets)} if draw(st.booleans()) else {}
         group |= {"buffer": draw(st.integers(1, 64))} if draw(st.booleans()) else {}
         group |= {"prompt": draw(prompts)} if draw(st.booleans()) else {}
+        group |= {"rows": draw(formats)} if draw(st.booleans()) else {}
         data["layers"].append(group)
     return data
 
@@ -71,7 +77,7 @@ def plan_data(draw: st.DrawFn, *, num_layers: int = 4) -> dict[str, Any]:
 _WORDS = (
     *("stack", "budget", "buffer", "layers", "schedule", "padding", "length", "extends", "where"),
     *("policy", "name", "sampling", "steering", "h2o", "rkv", "snapkv", "protect", "streaming"),
-    *("prompt", "keep", "evict"),
+    *("prompt", "keep", "evict", "rows", "model", "int8", "int4", "keys", "values"),
     *("full", "mix_lambda", "window_size", "n_sink", "instance", "knobs", "self", "all", "none"),
     *("0:2", "-1:", "::0", ":", "25%", "0%", "1000%", "25.5.5%", "skipkv", "a.toml", "", "\0"),
 )

@@ -12,7 +12,7 @@ class NumbaBackend(TorchBackend):
 
     def bind(self, layer: DecodeLayer) -> Decode:
         """Attend in one call for a layer, in which each held row is read once."""
-        if not can_attend():
+        if not (layer.is_plain and can_attend()):
             return super().bind(layer)
         from kvpolicy.attention.numba_backend.decode import NumbaLayer
 

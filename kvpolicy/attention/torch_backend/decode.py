@@ -1,7 +1,7 @@
 """Decode attention that reads on the host how many rows are held, and attends to these only."""
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 
 import attrs
 import numpy as np
@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from kvpolicy.attention.accumulators import accumulate, read_logits
 from kvpolicy.attention.base import DecodeLayer, window_factor
+from kvpolicy.attention.blocks import blocks
+from kvpolicy.attention.integers import dequantize
 from kvpolicy.attention.softmax import Softmax
 
 
@@ -28,18 +30,26 @@ def store_and_attend(
     rows = drop_oldest(layer) if layer.slides else layer.rows
     held = _held_in(layer, rows)
     positions = layer.seq_len[:, None].expand_as(rows)
-    for slab, new in ((layer.keys, key), (layer.values, value), (layer.positions, positions)):
+    new_key, new_value = layer.stored(key, value)
+    for slab, new in (
+        (layer.keys, new_key),
+        (layer.values, new_value),
+        (layer.positions, positions),
+    ):
         flat = new.flatten(0, 1)
         flat = flat if held.chosen is None else flat[held.chosen]
         slab.view(-1, *slab.shape[3:]).index_copy_(0, held.index, flat)
     _remember(layer, query, scaling)
     softmax = Softmax(softcap or None, sinks)
+    attend = attend_to_rows
+    if not layer.is_plain:
+        attend = partial(_attend_to_integers, layer.key_bits, layer.value_bits, key.dtype)
     if held.places is not None:
-        return _attend_to_places(layer, held, query, scaling, softmax)
+        return _attend_to_places(layer, held, query, scaling, softmax, attend)
     mask, most = held.mask, held.most
     if layer.sliding_window:
         mask = _in_window(layer, most, mask)
-    return attend_to_rows(
+    return attend(
         query,
         layer.keys[:, :, :most],
         layer.values[:, :, :most],
@@ -112,7 +122,12 @@ def _held_rows(
 
 
 def _attend_to_places(
-    layer: DecodeLayer, held: _HeldRows, query: Tensor, scaling: float, softmax: Softmax
+    layer: DecodeLayer,
+    held: _HeldRows,
+    query: Tensor,
+    scaling: float,
+    softmax: Softmax,
+    attend: Callable[..., Tensor],
 ) -> Tensor:
     """Attend to rows that are copied out of the segments of their heads, ``[W, H_q, D]``."""
     places = held.places
@@ -123,7 +138,7 @@ def _attend_to_places(
         return rows.reshape(*places.shape, *slab.shape[3:])
 
     accumulated = {name: copied(track) for name, track in layer.accumulated_by_name.items()}
-    output = attend_to_rows(
+    output = attend(
         query,
         copied(layer.keys),
         copied(layer.values),
@@ -182,6 +197,54 @@ def attend_to_rows(
     if accumulated:
         accumulate(accumulated, weights, logits[:, :, :, 0], live)
     return (weights.to(values.dtype) @ values).reshape(query.shape)
+
+
+def _attend_to_integers(
+    key_bits: int,
+    value_bits: int,
+    dtype: torch.dtype,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    accumulated: Mapping[str, Tensor],
+    live: Tensor | None,
+    scaling: float,
+    softmax: Softmax,
+) -> Tensor:
+    """The same where keys or values are integers: some slots at a time are made numbers.
+
+    Args:
+        key_bits: Bits of the numbers of keys; 0: they are numbers as they are.
+        value_bits: Those of values.
+        dtype: The model's precision.
+        query: ``[W, H_q, D]``.
+        keys: ``[W, H_kv, T, D]``, or bytes.
+        values: Likewise.
+        mask: As of `attend_to_rows`, like all that follow.
+        accumulated: Accumulators by name.
+        live: Slots whose rows receive anything.
+        scaling: Factor on the logits.
+        softmax: The layer's softmax.
+    """
+    dim = query.shape[2]
+    output = torch.empty(query.shape, dtype=dtype)
+    for now in blocks(len(query), 2 * keys.shape[1:3].numel() * dim, query.device):
+        of_keys, of_values = (
+            dequantize(stored[now], dim, bits, dtype) if bits else stored[now]
+            for stored, bits in ((keys, key_bits), (values, value_bits))
+        )
+        output[now] = attend_to_rows(
+            query[now],
+            of_keys,
+            of_values,
+            None if mask is None else mask[now],
+            {name: track[now] for name, track in accumulated.items()},
+            None if live is None else live[now],
+            scaling,
+            softmax,
+        )
+    return output
 
 
 def _remember(layer: DecodeLayer, query: Tensor, scaling: float) -> None:

@@ -26,10 +26,9 @@ from kvpolicy.attention.visible import Visible
 from kvpolicy.cache.arena import Arena, SlabArena, slot_index
 from kvpolicy.cache.contents import Contents, LayerContents
 from kvpolicy.cache.counts import Counts
-from kvpolicy.cache.layouts.span import Columns, Entries, Span, read_rows
+from kvpolicy.cache.layouts.span import Columns, Entries, Span
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
-from kvpolicy.cache.store import RowStore
 
 #: Tokens that a slot takes where nothing is ever due.
 PLENTY = sys.maxsize
@@ -71,6 +70,11 @@ class Layer:
     def static_problem(self) -> str | None:
         """Why static steps cannot serve it: their kernels read slabs; ``None``: they can."""
         return "holds no rows"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the keys and values of a row, in all heads, as they are stored."""
+        return 0
 
     @property
     def num_bytes(self) -> int:
@@ -197,7 +201,6 @@ class RowLayout(Layout):
 
     # Whether rows may leave without a compaction because no later query sees them.
     drops_unseen = False
-    store: type[RowStore] = RowStore
 
     _firsts: dict[int, int]  # place in its arena of the first slot of each layer
 
@@ -216,9 +219,7 @@ class RowLayout(Layout):
 
     def new_arena(self, shape: LayerShape, slab: Slab, num_layers: int, num_slots: int) -> Arena:
         """Allocate slabs."""
-        return SlabArena(
-            shape, slab, num_layers, num_slots, self.store, self.empty_tables(shape, slab)
-        )
+        return SlabArena(shape, slab, num_layers, num_slots, self.empty_tables(shape, slab))
 
     def new_layer(self, index: int, arena: Arena, place: int) -> "LayerCache":
         """The slabs of a layer."""
@@ -334,7 +335,7 @@ class RowLayout(Layout):
         held = layer.rows_of(slot)
         every = held.part(0, held.num_rows - without)
         chosen = every if newest is None else every.part(every.num_rows - newest, every.num_rows)
-        keys, values = read_rows(chosen, arena)
+        keys, values = (chosen.read(slab) for slab in arena.store.slabs)
         seq_len = int(counts.seq_len[slot]) - without
         return LayerContents(
             keys[0].clone(),
@@ -360,14 +361,12 @@ class RowLayout(Layout):
         counts.compacted_at[place] = contents.compacted_at
         counts.prompt_rows[place] = contents.prompt_rows
         span = self.place(layer, slot, contents)
-        for slabs, rows in (
-            (arena.store.keys, layer.store.encode(contents.keys)),
-            (arena.store.values, layer.store.encode(contents.values)),
-            ([arena.positions], [contents.positions]),
-            (arena.tracks.values(), [contents.tracks[name] for name in arena.tracks]),
+        for slab, rows in (
+            *zip(arena.store.slabs, (contents.keys, contents.values), strict=True),
+            (arena.positions, contents.positions),
+            *((track, contents.tracks[name]) for name, track in arena.tracks.items()),
         ):
-            for slab, one in zip(slabs, rows, strict=True):
-                span.write(slab, one[None])
+            span.write(slab, rows[None])
         if layer.window is not None:
             assert contents.window is not None
             layer.window[slot, :, : contents.window.shape[1]] = contents.window
@@ -379,7 +378,7 @@ class Around(RowLayout):
     def __init__(self, inner: RowLayout) -> None:
         super().__init__(inner.counts)
         self.inner = inner
-        self.drops_unseen, self.store = inner.drops_unseen, inner.store
+        self.drops_unseen = inner.drops_unseen
 
     def attach(self, layers: Sequence["LayerCache"]) -> None:
         """Take its layers as they are now."""
@@ -491,22 +490,29 @@ class LayerCache(Layer):
     @property
     def static_problem(self) -> str | None:
         """Why static steps cannot serve it."""
-        return None if self.store.is_plain else "stores rows in another form than they are read in"
+        if self.store.is_plain or self.shape.device.type == "cpu":
+            return None
+        return "stores rows in integers, which the kernels of decode steps on a GPU do not read"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the keys and values of a row, in all heads, as they are stored."""
+        return sum(slab[0, :, :1].nbytes for slab in self.store.slabs)
 
     @property
     def keys(self) -> Tensor:
         """Keys after RoPE, ``[S, H_kv, capacity, D]``."""
-        return self.store.decode(self.store.keys)
+        return self.store.keys.decode(self.store.keys.slab)
 
     @property
     def values(self) -> Tensor:
         """Values, ``[S, H_kv, capacity, D]``."""
-        return self.store.decode(self.store.values)
+        return self.store.values.decode(self.store.values.slab)
 
     @property
     def slabs(self) -> list[Tensor]:
         """What has a place for every row, as it is stored; the first axis is always the slot."""
-        return [*self.store.tensors, self.positions, *self.tracks.values()]
+        return [*self.store.slabs, self.positions, *self.tracks.values()]
 
     def rows_of(self, slot: int) -> Span:
         """All rows that a slot holds, as one entry."""
@@ -593,14 +599,13 @@ class OpenSlabs(OpenRows):
     def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new rows behind those held."""
         store, tokens = self.layer.store, self.tokens
-        for slabs, new in ((store.keys, keys), (store.values, values)):
-            for slab, rows in zip(slabs, store.encode(tokens.real(new)), strict=True):
-                self.put(slab, rows)
+        for stored, new in ((store.keys, keys), (store.values, values)):
+            self.put(stored.slab, stored.encode(tokens.real(new)))
         self.put(self.layer.positions, tokens.on(self.layer.shape.device).positions[:, None])
-        all_keys, all_values = (
-            store.decode([self.read(slab) for slab in side]) for side in (store.keys, store.values)
-        )
-        return all_keys, all_values
+        rows = store.read(self.read)
+        if not store.is_plain:
+            self.layer.layout.counts.note_copy(sum(one.nbytes for one in rows))
+        return rows
 
     def receive(self, name: str, received: Tensor) -> None:
         """Note what the rows attended to have received."""
@@ -614,6 +619,6 @@ class OpenSlabs(OpenRows):
     def discard(self) -> None:
         """Empty the places of the new rows."""
         super().discard()
-        for slab in self.layer.store.tensors:
+        for slab in self.layer.store.slabs:
             self.put(slab, 0)
         self.put(self.layer.positions, -1)

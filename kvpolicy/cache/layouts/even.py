@@ -83,13 +83,13 @@ class EvenSpan(Span):
         else:
             move = self._in_place(within, compact)
         store, most = arena.store, 0
-        for slabs, replacement in ((store.keys, keys), (store.values, values)):
+        for stored, replacement in ((store.keys, keys), (store.values, values)):
             if replacement is None:
-                most = max(most, *(move(slab, None) for slab in slabs))
+                most = max(most, move(stored.slab, None))
             else:
-                for slab, rows in zip(slabs, store.encode(replacement), strict=True):
-                    self.put(slab, 0, rows)
-                    most = max(most, rows.nbytes)
+                rows = stored.encode(replacement)
+                self.put(stored.slab, 0, rows)
+                most = max(most, rows.nbytes)
         most = max(most, move(arena.positions, -1))
         for track in arena.tracks.values():
             most = max(most, move(track, 0))

@@ -133,8 +133,7 @@ def _all_weights(
     entries: Entries, arena: SlabArena, num_rows: int, weights_of: Callable[..., Tensor]
 ) -> Tensor:
     """Weights of the first rows of entries, those of prompts included."""
-    store = arena.store
-    keys = store.decode([entries.of(one[:, :, :num_rows]) for one in store.keys])
+    keys = arena.store.keys.read(lambda slab: entries.of(slab[:, :, :num_rows]))
     positions = entries.of(arena.positions[:, :, :num_rows])
     # What is behind the rows of an entry is seen by no query.
     unseen = torch.iinfo(positions.dtype).max

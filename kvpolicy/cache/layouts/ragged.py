@@ -25,7 +25,7 @@ from kvpolicy.cache.layouts.segments import (
     places_of,
     stretched,
 )
-from kvpolicy.cache.layouts.span import Columns, Entries, Kept, Span, read_rows, taken
+from kvpolicy.cache.layouts.span import Columns, Entries, Kept, Span, taken
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.devices import Download, upload
@@ -192,7 +192,7 @@ class RaggedSpan(Span):
 
     def observed(self, arena: SlabArena, weights_of: Callable[..., Tensor]) -> Tensor:
         """Attention weights of these rows."""
-        keys, _ = read_rows(self, arena)
+        keys = arena.store.keys.read(self.read)
         return weights_of(keys, self.read(arena.positions), present=self.present)
 
     def keep(
@@ -226,15 +226,14 @@ class RaggedSpan(Span):
         columns = torch.arange(mask[0].numel(), device=keep.device).expand(len(mask), -1)
         column = torch.zeros_like(own).scatter(1, targets, columns)[:, :size]
         most, store = 0, arena.store
-        for slabs, replacement in ((store.keys, keys), (store.values, values)):
-            given = [None] * len(slabs) if replacement is None else store.encode(replacement)
-            for slab, rows in zip(slabs, given, strict=True):
-                moved = taken(slab, moved_from)
-                if rows is not None:
-                    index = column[..., None].expand(-1, -1, slab.shape[3])
-                    new = rows.flatten(1, 2).gather(1, index)
-                    moved = torch.where(filled[..., None], new, moved)
-                most = max(most, self._put(slab, moved))
+        for stored, replacement in ((store.keys, keys), (store.values, values)):
+            slab = stored.slab
+            moved = taken(slab, moved_from)
+            if replacement is not None:
+                index = column[..., None].expand(-1, -1, slab.shape[3])
+                new = stored.encode(replacement).flatten(1, 2).gather(1, index)
+                moved = torch.where(filled[..., None], new, moved)
+            most = max(most, self._put(slab, moved))
         for slab, empty in [(arena.positions, -1), *((one, 0) for one in arena.tracks.values())]:
             moved = taken(slab, moved_from).masked_fill_(~filled, empty)
             most = max(most, self._put(slab, moved))

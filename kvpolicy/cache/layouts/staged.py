@@ -23,7 +23,6 @@ from kvpolicy.cache.layouts.even import EvenSpan, OpenEven
 from kvpolicy.cache.layouts.span import Columns, Entries, Kept, Span, taken
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
-from kvpolicy.cache.store import RowStore
 from kvpolicy.devices import upload
 
 
@@ -40,12 +39,10 @@ class StagedArena(SlabArena):
         slab: Slab,
         num_layers: int,
         num_slots: int,
-        store: type[RowStore],
     ) -> None:
-        super().__init__(shape, slab, num_layers, num_slots, store)
+        super().__init__(shape, slab, num_layers, num_slots)
         assert slab.staging is not None, "these layers have a staging area"
-        lanes = Slab(slab.staging.rows, tracks=slab.tracks)
-        self.staging = SlabArena(shape, lanes, num_layers, slab.staging.num_prompts, store)
+        self.staging = SlabArena(shape, slab.of_lanes, num_layers, slab.staging.num_prompts)
 
     @property
     def num_bytes(self) -> int:
@@ -77,7 +74,7 @@ class Staged(Around):
 
     def new_arena(self, shape: LayerShape, slab: Slab, num_layers: int, num_slots: int) -> Arena:
         """Allocate slabs and the staging area."""
-        return StagedArena(shape, slab, num_layers, num_slots, self.store)
+        return StagedArena(shape, slab, num_layers, num_slots)
 
     def widen_rows(self, old: LayerCache, new: LayerCache) -> None:
         """Copy rows to larger slabs."""
@@ -304,13 +301,13 @@ class StagedSpan(Span):
                 most = max(most, whole.nbytes + rows.nbytes)
             return most
 
-        for slabs, replacement in ((store.keys, keys), (store.values, values)):
+        for stored, replacement in ((store.keys, keys), (store.values, values)):
             if replacement is None:
-                most = max(most, *map(move, slabs))
+                most = max(most, move(stored.slab))
             else:
-                for slab, rows in zip(slabs, store.encode(replacement), strict=True):
-                    put(slab, rows, slice(None))
-                    most = max(most, rows.nbytes)
+                rows = stored.encode(replacement)
+                put(stored.slab, rows, slice(None))
+                most = max(most, rows.nbytes)
         for slab, empty in ((arena.positions, -1), *((one, 0) for one in arena.tracks.values())):
             most = max(most, move(slab))
             slab[self.entries.index, :, num_kept:] = empty

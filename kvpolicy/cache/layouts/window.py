@@ -172,17 +172,19 @@ class OpenSliding(OpenRows):
     def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Hold the new rows beside the slabs."""
         store, tokens = self.layer.store, self.tokens
-        new_keys, new_values = (store.encode(tokens.real(new)) for new in (keys, values))
-        self._new = [*new_keys, *new_values]
+        self._new = [
+            stored.encode(tokens.real(new))
+            for stored, new in ((store.keys, keys), (store.values, values))
+        ]
         tokens.beside_bytes += sum(new.nbytes for new in self._new)
-        all_rows = [self._joined(*pair, 0) for pair in zip(store.tensors, self._new, strict=True)]
+        all_rows = [self._joined(*pair, 0) for pair in zip(store.slabs, self._new, strict=True)]
         if self._by_position:
             positions = self._joined(self.layer.positions, self._ones.positions[:, None], -1)
             self.visible = _in_sight(self.layer, tokens, positions, self.visible)
-        num_bytes = sum(rows.nbytes for rows in all_rows)
-        self._counts.note_copy(num_bytes + tokens.beside_bytes)
-        num_keys = len(store.keys)
-        return store.decode(all_rows[:num_keys]), store.decode(all_rows[num_keys:])
+        found = store.keys.decode(all_rows[0]), store.values.decode(all_rows[1])
+        copies = {id(rows): rows.nbytes for rows in (*all_rows, *found)}
+        self._counts.note_copy(sum(copies.values()) + tokens.beside_bytes)
+        return found
 
     def receive(self, name: str, received: Tensor) -> None:
         """Note what rows have received, of those that stay."""

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.layouts.span import read_rows
 from kvpolicy.cache.rings import StateRing
 from kvpolicy.engine.extensions.base import ANY, CoreParts, Extension
 from kvpolicy.engine.requests.isolation import ErrorScope
@@ -157,7 +156,7 @@ class Annotate(Extension):
         rows = layer.rows_of(slot)
         newest = rows.part(rows.num_rows - num_held, rows.num_rows)
         with self._timings.time("annotate_s", device):
-            (keys,), (values,) = read_rows(newest, arena)
+            (keys,), (values,) = arena.store.read(newest.read)
             annotations = self._ask_policies(
                 layer_idx,
                 False,

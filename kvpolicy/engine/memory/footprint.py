@@ -38,9 +38,11 @@ class LayerFootprint:
             them.
         full_bytes_per_slot: Bytes of keys, values and positions of a full cache: of all rows
             that some query can still attend to.
-        kv_bytes_per_row: Bytes of the keys and values of one row, in all heads.
+        kv_bytes_per_row: Bytes of the keys and values of one row, in all heads, as it is stored.
         other_bytes_per_row: Bytes of the positions and tracks of one row.
         window_bytes_per_slot: Bytes of the stored queries.
+        plain_bytes_per_row: Those of the keys and values of a row in the model's precision, in
+            which attention and policies read it.
     """
 
     plan: LayerPlan
@@ -51,6 +53,7 @@ class LayerFootprint:
     kv_bytes_per_row: int
     other_bytes_per_row: int
     window_bytes_per_slot: int
+    plain_bytes_per_row: int
 
     @property
     def layer_idx(self) -> int:
@@ -134,9 +137,10 @@ class Footprint:
     def copied_bytes(self) -> int:
         """The most bytes of a temporary copy.
 
-        A compaction copies rows of one layer at a time; with rows beside slabs, so does a forward.
+        A compaction copies rows of one layer at a time; with rows beside slabs, or in integers, so
+        does a forward.
         """
-        of_slot = max(one.rows_per_slot * one.kv_bytes_per_row for one in self.layers)
+        of_slot = max(one.rows_per_slot * one.plain_bytes_per_row for one in self.layers)
         return max(self.slots * of_slot, self.num_staged * self.staged_copy_bytes)
 
     @property
@@ -210,9 +214,8 @@ def footprint(
     for layer, stack, shape in parts:
         slab = layer.slab(stack, tokens, prompt_tokens)
         cache = _slot(shape, slab)
-        if (staging := cache.slab.staging) is not None:
-            lane = Slab(staging.rows, tracks=slab.tracks)
-            staged += _slot(shape, lane).num_bytes
+        if cache.slab.staging is not None:
+            staged += _slot(shape, cache.slab.of_lanes).num_bytes
             # All rows in a copy, and those of the slab in one on the way.
             copies.append((slab.most_rows + slab.capacity) * shape.row_bytes)
         window_bytes = 0 if cache.window is None else cache.window.nbytes
@@ -224,9 +227,10 @@ def footprint(
                 rows_per_slot=cache.slab.capacity,
                 bytes_per_slot=cache.num_bytes,
                 full_bytes_per_slot=_slot(shape, Slab(tokens)).num_bytes,
-                kv_bytes_per_row=shape.row_bytes,
-                other_bytes_per_row=of_rows // cache.slab.capacity - shape.row_bytes,
+                kv_bytes_per_row=cache.row_bytes,
+                other_bytes_per_row=of_rows // cache.slab.capacity - cache.row_bytes,
                 window_bytes_per_slot=window_bytes,
+                plain_bytes_per_row=shape.row_bytes,
             )
         )
     dtype = str(adapter.model.dtype).removeprefix("torch.")

@@ -1,9 +1,11 @@
 """Which layers of a model can hold rows as a plan says."""
 
+from kvpolicy.attention.integers import MULTIPLE
 from kvpolicy.cache.shape import LayerShape
 from kvpolicy.errors import PlanError
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.plan.resolved import LayerPlan, ResolvedPlan
+from kvpolicy.plan.spec import PLAIN_ROWS
 
 
 def check_layers(plan: ResolvedPlan, adapter: ModelAdapter) -> None:
@@ -16,11 +18,13 @@ def check_layers(plan: ResolvedPlan, adapter: ModelAdapter) -> None:
     Raises:
         PlanError: It shares the rows of a layer among its heads, and that layer has a sliding
             window, or several processes hold its heads; or a layer with a sliding window has a
-            ``prefill_buffer``.
+            ``prefill_buffer``; or it stores rows in integers whose heads have another size than a
+            multiple of `MULTIPLE`.
     """
     for layer, shape in zip(plan.layers, adapter.layer_shapes(), strict=True):
         _check_heads(plan, layer, shape, adapter.processes.num_shards)
         _check_prefill_buffer(plan, layer, shape)
+        _check_rows(plan, layer, shape)
 
 
 def _check_heads(plan: ResolvedPlan, layer: LayerPlan, shape: LayerShape, num_shards: int) -> None:
@@ -51,5 +55,16 @@ def _check_prefill_buffer(plan: ResolvedPlan, layer: LayerPlan, shape: LayerShap
             f"{plan.name} gives layer {layer.layer_idx} a prefill_buffer of "
             f"{layer.prefill_buffer}, and that layer has a sliding window of "
             f"{shape.sliding_window} tokens; give its group prefill_buffer = {layer.buffer}"
+        )
+        raise PlanError(msg)
+
+
+def _check_rows(plan: ResolvedPlan, layer: LayerPlan, shape: LayerShape) -> None:
+    """The step and the least number of a row have an even address behind its codes."""
+    if layer.rows != PLAIN_ROWS and shape.head_dim % MULTIPLE:
+        msg = (
+            f"{plan.name} stores the rows of layer {layer.layer_idx} in integers, and the heads of "
+            f"this model have {shape.head_dim} channels, which is no multiple of {MULTIPLE}; write "
+            'rows = "model" for this layer'
         )
         raise PlanError(msg)

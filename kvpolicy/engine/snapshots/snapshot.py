@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.integers import bytes_of_row
 from kvpolicy.cache.slot_contents import LayerContents, SlotContents
 from kvpolicy.engine.snapshots.checked_file import CheckedFormat, UnreadableError
 from kvpolicy.engine.snapshots.plain_data import NotPlainError, decode, encode
@@ -259,8 +260,8 @@ def _problem(snapshot: SequenceSnapshot) -> str | None:
         if layer.prompt_rows > num_rows:
             return f"layer {index} has {num_rows} rows, {layer.prompt_rows} of them of a prompt"
         expected: dict[str, tuple[list[int], torch.dtype]] = {
-            "keys": ([heads, num_rows, size], dtype),
-            "values": ([heads, num_rows, size], dtype),
+            "keys": _expected_rows(shape, num_rows, shape.get("key_bits", 0)),
+            "values": _expected_rows(shape, num_rows, shape.get("value_bits", 0)),
             "positions": ([heads, num_rows], torch.int64),
             **{f"track.{name}": ([heads, num_rows], torch.float32) for name in shape["tracks"]},
             "queries": (
@@ -294,6 +295,16 @@ def _problem(snapshot: SequenceSnapshot) -> str | None:
         if list(snapshot.states.shape) != size:
             return f"states have shape {list(snapshot.states.shape)}; expected {size}"
     return None
+
+
+def _expected_rows(
+    shape: dict[str, Any], num_rows: int, bits: int
+) -> tuple[list[int], torch.dtype]:
+    """Shape and dtype of the keys or values of a layer, as they are stored."""
+    size = [shape["num_kv_heads"], num_rows]
+    if bits:
+        return [*size, bytes_of_row(shape["head_dim"], bits)], torch.uint8
+    return [*size, shape["head_dim"]], getattr(torch, shape["dtype"])
 
 
 def _refused(path: Path, problem: str) -> SnapshotError:

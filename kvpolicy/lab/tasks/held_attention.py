@@ -12,7 +12,6 @@ from kvpolicy.attention.draw import NO_TOKEN
 from kvpolicy.attention.softmax import Softmax
 from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.layouts.base import LayerCache
-from kvpolicy.cache.layouts.span import read_rows
 from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import Result
@@ -252,7 +251,7 @@ class _FullRun:
                 every = layer.rows_of(seq.slot)
                 num_new = min(seq_len - ours.num_noted, every.num_rows)
                 new = every.part(every.num_rows - num_new, every.num_rows)
-                keys, values = read_rows(new, layer.arena)
+                keys, values = layer.arena.store.read(new.read)
                 ours.noted[index].append((keys[0].clone(), values[0].clone()))
             ours.num_noted = seq_len
 
@@ -270,7 +269,8 @@ class _FullRun:
                 contents.seq_len - ours.num_noted if noted else held.num_rows, held.num_rows
             )
             newest = slice(held.num_rows - num_new, None)
-            pieces = [*noted, (held.keys[:, newest], held.values[:, newest])]
+            numbers = layer.store.keys.decode(held.keys), layer.store.values.decode(held.values)
+            pieces = [*noted, tuple(one[:, newest] for one in numbers)]
             keys, values = (torch.cat(one, dim=1) for one in zip(*pieces, strict=True))
             assert held.window is not None, "a policy reads queries"
             last, window = contents.seq_len - 1, layer.shape.sliding_window

@@ -8,7 +8,7 @@ import attrs
 import torch
 from families import family_model
 from safetensors.torch import save_file
-from tiny import shared_model, tiny_tokenizer
+from tiny import shared_model, tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from kvpolicy import (
@@ -116,6 +116,9 @@ CASES: dict[str, Callable[[Path], object]] = {
     "a prefill_buffer in a sliding window": lambda _: Engine(
         family_model("mistral"),
         plan=Plan.uniform("h2o", budget=4, buffer=2, prefill_buffer=8),
+    ),
+    "rows in integers of heads of 6 channels": lambda _: Engine(
+        tiny_model(head_dim=6), plan=Plan.uniform("full", rows="int8")
     ),
     "a model that is a name": lambda _: Engine("reasoner", None, TIGHT),
     "no slots": lambda _: engine(slots=0),

@@ -47,6 +47,10 @@ def entering(**changes: Any) -> Callable[[Path], object]:
     return lambda _: Plan.uniform("h2o", **options).resolve(2)
 
 
+def rows_in(rows: Any) -> Callable[[Path], object]:
+    return lambda _: Plan.uniform("h2o", budget=32, rows=rows)
+
+
 CASES: dict[str, Callable[[Path], object]] = {
     "a policy that is not installed": lambda _: load_policy("snapvk"),
     "a budget of nothing": lambda _: Plan.uniform("h2o", budget=0),
@@ -73,6 +77,10 @@ CASES: dict[str, Callable[[Path], object]] = {
             {"prompt": "keep"},
             {"padding": "stored"},
         )
+    },
+    **{
+        f"rows in {rows}": rows_in(rows)
+        for rows in ("int2", "int4", {"keys": "int4"}, {"key": "int8"}, 8, {})
     },
     "knobs of a policy elsewhere": lambda _: Plan.uniform(
         "rkv", budget=64, knobs={"h2o": {"n_recent": 3}}

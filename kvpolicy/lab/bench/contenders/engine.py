@@ -180,7 +180,7 @@ def _measure_steps(run: Run, ends: Callable[[int], bool]) -> dict[str, Any]:
     device, and a step lasts from one reading to the next: another wait would be a gap.
     """
     device, cache = run.engine.adapter.device, run.cache
-    row_bytes = [layer.shape.row_bytes for layer in cache.layers]
+    row_bytes = [layer.row_bytes for layer in cache.layers]
     steps_s: list[float] = []
     compacted: list[int] = []
     attended: list[int] = []

@@ -106,7 +106,7 @@ def launches_under(model: PreTrainedModel, cell: Cell, work: Decode) -> Launches
     run = filled_run(engine, work, steps=_MOST_STEPS)
     run.evictor.defers = True
     run.step()
-    row_bytes = [layer.shape.row_bytes for layer in run.cache.layers]
+    row_bytes = [layer.row_bytes for layer in run.cache.layers]
     plain: _Counted | None = None
     compacting: _Counted | None = None
     read_bytes = 0
