@@ -133,8 +133,10 @@ def train(
         int | None, typer.Option(help="Training tokens; as for the bundled weights if not given.")
     ] = None,
     workers: Annotated[
-        int, typer.Option(help="Single-thread processes, at most one per core.")
-    ] = 2,
+        int | None,
+        typer.Option(help="Single-thread processes, at most one per core; 2 if not given."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to compute, such as cuda.")] = "cpu",
     resume: Annotated[
         bool, typer.Option("--resume/--restart", help="Continue the run in FOLDER, or restart it.")
     ] = True,
@@ -156,6 +158,7 @@ def train(
             seed=seed,
             tokens=tokens,
             workers=workers,
+            device=device,
             resume=resume,
             report=report,
         )

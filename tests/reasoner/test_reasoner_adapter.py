@@ -102,6 +102,22 @@ def test_trained_adapter_is_loaded_onto_its_model_and_leaves_the_first_layers(
     assert not any(name.startswith("model.layers.0.") for name in changed)
 
 
+@pytest.mark.slow
+def test_steps_on_a_device_are_those_on_a_cpu(
+    base: Path, tmp_path: Path, device: torch.device
+) -> None:
+    """With `--device cuda` on a GPU; interrupted there, and resumed."""
+    pytest.importorskip("peft")
+    train(tmp_path / "cpu", **TOY, stop_after=3)
+    for steps in (1, 3):
+        train(tmp_path / "other", **TOY, device=str(device), stop_after=steps)
+    cpu, other = (load_file(tmp_path / run / CHECKPOINT) for run in ("cpu", "other"))
+    assert cpu.keys() == other.keys()
+    for name, value in cpu.items():
+        # As a whole: AdamW's step does not get smaller with a gradient that is only rounding.
+        assert (other[name] - value).norm() <= 1e-2 * value.norm(), name
+
+
 @pytest.mark.nightly
 def test_resumed_training_equals_uninterrupted_training(base: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")

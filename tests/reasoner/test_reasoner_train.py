@@ -54,11 +54,20 @@ def test_folder_of_another_run_raises_and_is_unchanged(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"tokens": 10}, {"workers": 0}, {"tokens_per_step": 8}, {"tokens": -1}]
+    "bad",
+    [
+        {"tokens": 10},
+        {"workers": 0},
+        {"tokens_per_step": 8},
+        {"tokens": -1},
+        {"device": "nowhere"},
+        {"device": "meta", "workers": 2},
+    ],
 )
 def test_invalid_options_raise(tmp_path, bad):
     with pytest.raises(KVPolicyError):
         train(tmp_path / "run", **(TOY | bad))
+    assert not (tmp_path / "run").exists()
 
 
 def test_learning_rate_warms_up_stays_and_decays_to_zero():

@@ -47,6 +47,10 @@ class Batch:
     input_ids: Tensor
     weights: Tensor
 
+    def to(self, device: str) -> "Batch":
+        """The batch on a device."""
+        return Batch(self.input_ids.to(device), self.weights.to(device))
+
 
 @attrs.frozen
 class DataPlan:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from kvpolicy.lab.executors.parent import end_with_parent
+from kvpolicy.model.loading import move
 from kvpolicy_reasoner.train.data import Batch, Example, collate
 from kvpolicy_reasoner.train.loss_weights import AFTER_NEWLINES_WEIGHT
 from kvpolicy_reasoner.train.optimizer import ReasonerOptimizer
@@ -154,7 +155,7 @@ def chunked_causal_attention(
     num_kv_heads = key.shape[1]
     query = (query * scaling).unflatten(1, (num_kv_heads, -1))  # [B, H_kv, G, T, D]
     key = key.transpose(-1, -2)  # [B, H_kv, D, T]
-    future = torch.full((_CHUNK, _CHUNK), -torch.inf, dtype=query.dtype).triu(1)
+    future = query.new_full((_CHUNK, _CHUNK), -torch.inf).triu(1)
 
     outputs = []
     for start in range(0, length, _CHUNK):
@@ -190,7 +191,14 @@ class StepLosses:
 class Learner:
     """A model in training: float32 parameters, and a copy for the passes in the recipe's dtype."""
 
-    def __init__(self, recipe: Recipe, seed: int, num_steps: int, processes: ProcessGroup) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        seed: int,
+        num_steps: int,
+        processes: ProcessGroup,
+        device: str = "cpu",
+    ) -> None:
         """Build the initial model and its optimizers.
 
         Args:
@@ -198,10 +206,12 @@ class Learner:
             seed: Random seed for initial weights.
             num_steps: Steps of the whole run.
             processes: The processes that share each step.
+            device: Where steps are computed.
         """
         self._processes = processes
+        self._device = device
         self.recipe = recipe
-        model = recipe.new_model(seed)
+        model = move(recipe.new_model(seed), device)
         self.parameters = {
             name: nn.Parameter(value.detach().clone())
             for name, value in model.named_parameters()
@@ -251,7 +261,7 @@ class Learner:
         parameters = dict(snapshot.named_parameters())
         for name, value in self.parameters.items():
             parameters[name].copy_(value.to(torch.bfloat16))
-        return snapshot.eval()
+        return move(snapshot.eval(), self._device)
 
     def state(self) -> dict[str, Tensor]:
         """The state that a resumed run needs: parameters and optimizer state."""
@@ -281,8 +291,8 @@ class Learner:
         """
         self.model.zero_grad(set_to_none=True)
         if not examples:
-            return torch.zeros(4)
-        batch = collate(examples)
+            return torch.zeros(4, device=self._device)
+        batch = collate(examples).to(self._device)
         losses, weights = self._losses(batch)
         loss = (losses * weights).sum()
         loss.backward()

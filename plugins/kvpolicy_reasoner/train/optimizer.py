@@ -96,10 +96,12 @@ class ReasonerOptimizer:
         """
         for name, parameter in self._parameters.items():
             optimizer = self._optimizers[0 if _is_matrix(name, parameter) else -1]
+            found = {key: tensors.get(f"{key}.{name}") for key in _STATE_KEYS}
             optimizer.state[parameter] = {
-                key: tensors[f"{key}.{name}"].clone()
-                for key in _STATE_KEYS
-                if f"{key}.{name}" in tensors
+                # Steps are counted on the CPU.
+                key: value.to("cpu" if key == "step" else parameter.device, copy=True)
+                for key, value in found.items()
+                if value is not None
             }
 
 

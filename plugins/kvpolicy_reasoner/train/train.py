@@ -16,6 +16,7 @@ from kvpolicy.errors import KVPolicyError, OutputError
 from kvpolicy.files import atomic_write
 from kvpolicy.lab.store.jsonl import lock_folder
 from kvpolicy.lab.tasks.task import Split
+from kvpolicy.model.libraries import first_sentence
 from kvpolicy_reasoner import REASONER
 from kvpolicy_reasoner.evaluate import attempt, score
 from kvpolicy_reasoner.problems import problems_of
@@ -131,6 +132,7 @@ class RunIdentity:
         tokens_per_step: Tokens of one step.
         workers: Processes that share a step; it changes the rounding of summed gradients.
         name: Name of the reasoner.
+        device: Where steps are computed; it changes their rounding.
     """
 
     seed: int
@@ -138,6 +140,7 @@ class RunIdentity:
     tokens_per_step: int
     workers: int
     name: str = REASONER
+    device: str = "cpu"
 
     @property
     def num_steps(self) -> int:
@@ -334,7 +337,8 @@ def train(
     seed: int = 0,
     tokens: int | None = None,
     tokens_per_step: int | None = None,
-    workers: int = 2,
+    workers: int | None = None,
+    device: str = "cpu",
     resume: bool = True,
     stop_after: int | None = None,
     save_every_s: float = 180.0,
@@ -349,7 +353,8 @@ def train(
         seed: Random seed for initial weights and problems.
         tokens: Tokens of the whole run; as for the bundled weights if not given.
         tokens_per_step: Tokens of one optimizer step; as for the bundled weights if not given.
-        workers: Single-thread processes that share each step.
+        workers: Single-thread processes that share each step; 2 if not given, 1 on a GPU.
+        device: Where steps are computed, such as ``"cuda"``.
         resume: Whether to resume a run in ``output``, or to restart it.
         stop_after: Stop after this step; the learning rate is that of the whole run.
         save_every_s: Seconds between checkpoints.
@@ -365,9 +370,11 @@ def train(
     recipe = recipe_of(name)
     tokens = recipe.tokens if tokens is None else tokens
     tokens_per_step = recipe.tokens_per_step if tokens_per_step is None else tokens_per_step
-    _check(recipe, tokens, tokens_per_step, workers)
+    if workers is None:
+        workers = 2 if device == "cpu" else 1
+    _check(recipe, tokens, tokens_per_step, workers, device)
     recipe.check()
-    identity = RunIdentity(seed, tokens, tokens_per_step, workers, name)
+    identity = RunIdentity(seed, tokens, tokens_per_step, workers, name, device)
     claim_folder(output, identity, resume=resume)
     lock = lock_folder(output)
     try:
@@ -395,7 +402,8 @@ class _Run:
     def __call__(self, processes: ProcessGroup) -> None:
         """Do the remaining steps."""
         recipe = recipe_of(self.identity.name)
-        learner = Learner(recipe, self.identity.seed, self.identity.num_steps, processes)
+        identity = self.identity
+        learner = Learner(recipe, identity.seed, identity.num_steps, processes, identity.device)
         progress = self._restore(learner)
         if processes.rank == 0:
             rewind_log(self.output / LOG, progress.step)
@@ -469,7 +477,7 @@ def tune_accuracy(learner: Learner, processes: ProcessGroup) -> float:
     return num_correct / total
 
 
-def _check(recipe: Recipe, tokens: int, tokens_per_step: int, workers: int) -> None:
+def _check(recipe: Recipe, tokens: int, tokens_per_step: int, workers: int, device: str) -> None:
     if tokens_per_step < recipe.min_tokens_per_step:
         msg = (
             f"train got tokens_per_step={tokens_per_step}; expected {recipe.min_tokens_per_step} "
@@ -485,3 +493,11 @@ def _check(recipe: Recipe, tokens: int, tokens_per_step: int, workers: int) -> N
     if workers < 1:
         msg = f"train got workers={workers}; expected 1 or more, at most one per core"
         raise KVPolicyError(msg)
+    if workers > 1 and device != "cpu":
+        msg = f"train got workers={workers} on device '{device}'; expected 1, or the device cpu"
+        raise KVPolicyError(msg)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        msg = f"train got device '{device}', which is not there: {first_sentence(error)}"
+        raise KVPolicyError(msg) from error
