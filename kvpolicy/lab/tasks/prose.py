@@ -211,7 +211,9 @@ def _cut(
 
     @cache
     def count(num_words: int) -> int:
-        return len(tokenizer(content[start : ends[num_words]])["input_ids"]) if num_words else 0
+        text = content[start : ends[num_words]]
+        # What is counted may be longer than the passage: no warning of transformers about that.
+        return len(tokenizer(text, verbose=False)["input_ids"]) if num_words else 0
 
     # Twice as many words, until they have more tokens: mostly a word has at least one.
     num_words, length = sum(lengths), 0

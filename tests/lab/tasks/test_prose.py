@@ -1,6 +1,7 @@
 """Passages of a text: their lengths in tokens, where they are from, and what is refused."""
 
 import hashlib
+import logging
 import platform
 import sys
 from itertools import pairwise
@@ -114,6 +115,15 @@ def test_a_text_that_is_too_short_and_a_part_without_a_word_are_refused(
 ) -> None:
     with pytest.raises(TaskError):
         prose(content).passages(1, lengths, KINDS["Gemma"](), seed=0)
+
+
+def test_counting_warns_of_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = KINDS["byte-level"]()
+    tokenizer.model_max_length = 50
+    told: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.Logger, "callHandlers", lambda _, record: told.append(record))
+    open_prose().passages(1, (40,), tokenizer, seed=0)
+    assert told == []
 
 
 def test_a_tokenizer_that_does_not_know_the_text_is_refused() -> None:
