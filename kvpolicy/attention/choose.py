@@ -9,7 +9,7 @@ from kvpolicy.devices import HAS_NUMBA, HAS_TRITON
 
 
 def backend_for(
-    device: torch.device, dtype: torch.dtype, *, in_graph: bool = False
+    device: torch.device, dtype: torch.dtype, *, in_graph: bool = False, once: bool = False
 ) -> AttentionBackend:
     """The backend for keys on a device.
 
@@ -17,6 +17,7 @@ def backend_for(
         device: The device.
         dtype: Precision of the keys.
         in_graph: Whether decode steps are traced or captured, so that they must be an operator.
+        once: Whether there is one step only: to load Numba would take longer than it saves.
     """
     if in_graph:
         return OperatorBackend()
@@ -26,7 +27,7 @@ def backend_for(
         from kvpolicy.attention.triton_backend.backend import TritonBackend
 
         return TritonBackend()
-    if dtype == torch.float32 and HAS_NUMBA:
+    if dtype == torch.float32 and HAS_NUMBA and not once:
         from kvpolicy.attention.numba_backend.backend import NumbaBackend
 
         return NumbaBackend()

@@ -110,6 +110,7 @@ class StaticStep:
         *,
         in_graph: bool = False,
         padded: bool = False,
+        once: bool = False,
     ) -> None:
         """Allocate the state of all slots.
 
@@ -120,6 +121,7 @@ class StaticStep:
                 always so on a GPU.
             padded: Whether a step serves a power of 2 of slots, or all, so that there are few
                 widths.
+            once: Whether there is one step only, so that nothing is loaded to make it fast.
 
         Raises:
             KVPolicyError: A layer cannot be served, see `Layer.static_problem`.
@@ -133,7 +135,7 @@ class StaticStep:
                 raise KVPolicyError(msg)
         device = cache.layers[0].shape.device
         self.in_graph = in_graph or device.type != "cpu"
-        self._padded = padded
+        self._padded, self._once = padded, once
         num_slots = self.width = self.num_served = cache.num_slots
         self.cache, self.rings = cache, tuple(rings)
         num_heads = max(layer.shape.num_kv_heads for layer in cache.layers)
@@ -400,9 +402,9 @@ class StaticStep:
             return
         self.width, self._layers = width, list(layers)
         self._opened = [self._open(index) for index in range(len(layers))]
+        ways = {"in_graph": self.in_graph, "once": self._once}
         self._attention = [
-            backend_for(one.keys.device, one.keys.dtype, in_graph=self.in_graph).bind(one)
-            for one in self._opened
+            backend_for(one.keys.device, one.keys.dtype, **ways).bind(one) for one in self._opened
         ]
         self._cut_columns()
 

@@ -404,7 +404,7 @@ class ModelAdapter:
         chunk.commit()
         step: StaticStep | EagerStep = EagerStep(cache, [0, 1], [1, 1])
         if static:
-            step = StaticStep(cache)
+            step = StaticStep(cache, once=True)  # the first token need not wait for Numba
             step.begin([token] * 2, [])
         logits, _ = self.forward(ForwardInput(torch.tensor([[token]] * 2), step))
         return cache, prefill.logits[0, 1], logits[1]

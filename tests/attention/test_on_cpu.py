@@ -6,12 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import torch
 from decode_cases import Case, cases
+from fresh_process import run_fresh
 from hypothesis import assume, given
 from torch import Tensor
 
@@ -67,6 +69,21 @@ def test_torch_keeps_its_number_of_threads() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"
+
+
+@needs_numba
+def test_first_token_does_not_wait_for_the_import_of_numba(tmp_path: Path) -> None:
+    code = """
+import sys
+from tiny import tiny_model
+from kvpolicy import Engine, Plan
+engine = Engine(tiny_model(), plan=Plan.uniform("h2o", budget=12, buffer=4))
+for num in (1, 2):
+    engine.generate([[1, 2, 3]], max_new_tokens=num).results()
+    print("numba" in sys.modules)
+"""
+    done = run_fresh(code, folder=tmp_path)
+    assert done.out.split() == ["False", "True"], done.err
 
 
 @needs_numba
