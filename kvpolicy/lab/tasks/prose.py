@@ -35,7 +35,12 @@ _SHARES: Mapping[Split, tuple[float, float]] = {
 }
 
 _PARAGRAPH = re.compile(r"\n[^\S\n]*\n(?=\S)")
-_LINE = re.compile(r"\n(?=\S)")
+# Where passages begin; the next where a text has none of these.
+_BEGINNINGS = (
+    _PARAGRAPH,
+    re.compile(r"\n[^\S\n]*\n(?=[^\S\n]+\S)"),  # an indented paragraph
+    re.compile(r"\n(?=[^\S\n]*\S)"),  # a line
+)
 # A word with the space before it: texts are cut between words. What is written without spaces is
 # cut anywhere.
 _WORD = re.compile(r"\s*\S{1,16}")
@@ -51,7 +56,7 @@ class Passage:
         start: Index of its first character in the text.
         parts: Consecutive texts, one for each length that was asked for. Joined they are the
             passage; each but the first begins with white space.
-        facets: Name and hash of the text, and ``start``, as facets of an `Example`.
+        facets: Name and hash of the text, as a facet of an `Example`.
     """
 
     start: int
@@ -90,8 +95,8 @@ class Prose:
         """Draw passages that do not overlap, at paragraphs that the seed chooses.
 
         The same arguments give the same passages, and the first ``k`` of them are those of
-        ``n=k``. A passage begins with a paragraph (a line, in a text without blank lines) and is
-        cut between words.
+        ``n=k``. A passage begins with a paragraph (one that is not indented, if there are any; a
+        line, in a text without blank lines) and is cut between words.
 
         Args:
             n: Number of passages; fewer are returned if no more are found.
@@ -127,7 +132,7 @@ class Prose:
             if not found:
                 self._check_known("".join(parts), tokenizer)
             insort(taken, (start, start + sum(map(len, parts))))
-            found.append(Passage(start, parts, {**facets, "start": start}))
+            found.append(Passage(start, parts, facets))
         if n and not found:
             msg = (
                 f"the {split} split of {self.name}, {end - begin:,} characters, does not have the "
@@ -140,7 +145,7 @@ class Prose:
     def _starts(self, begin: int, end: int, seed: int) -> list[int]:
         """Where passages may begin, in the order of the seed."""
         starts: list[int] = []
-        for pattern in (_PARAGRAPH, _LINE):
+        for pattern in _BEGINNINGS:
             if len(starts) < 2:
                 starts = [m.end() for m in pattern.finditer(self.content, begin, end)]
                 starts = [begin, *(start for start in starts if start > begin)]

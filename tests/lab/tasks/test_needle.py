@@ -68,8 +68,7 @@ def test_a_prompt_has_the_asked_length_keys_and_depth_and_its_answer_is_found(
 def test_without_its_needles_a_haystack_is_a_passage_of_the_text() -> None:
     content = open_prose().content
     for example in task("needle:keys=6").examples(10, seed=3):
-        start = int(example.facets["start"])
-        assert content[start:].startswith(without_needles(haystack(example.prompt)))
+        assert without_needles(haystack(example.prompt)) in content
 
 
 def test_depths_take_turns_and_seeds_and_splits_draw_others() -> None:
