@@ -2,7 +2,8 @@
 
 With ``--json``, ``list`` prints a list of ``{"name", "target", "distribution", "summary",
 "options": {NAME: DEFAULT}, "problem"}``, where ``problem`` is null if the task can be loaded;
-``show`` prints a list of ``{"index", "prompt", "answer", "facets", "reference", "chat"}``;
+``show`` prints a list of ``{"index", "prompt", "answer", "facets", "reference", "chat", "message",
+"system"}``, where ``message`` is null;
 ``sandbox`` prints ``{"sandbox", "readable", "hidden", "has_folder", "memory_bytes", "folder_bytes",
 "files", "file_bytes", "threads"}``.
 """
@@ -138,7 +139,8 @@ def _to_dict(item: "Example") -> dict[str, Any]:
 def _format(item: "Example") -> str:
     facets = ", ".join(f"{name} {value}" for name, value in item.facets.items())
     head = visible(f"── problem {item.index}{f': {facets}' if facets else ''} ──")
-    parts = [head, _truncate(item.prompt.rstrip("\n"))] if item.prompt else [head]
+    texts = [item.system or "", item.prompt]
+    parts = [head, *(_truncate(text.rstrip("\n")) for text in texts if text)]
     if item.answer:
         parts.append(f"── answer: {visible(_truncate(item.answer))} ──")
     elif item.reference is not None:

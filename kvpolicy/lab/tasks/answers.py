@@ -20,6 +20,15 @@ def extract_answer(text: str) -> str | None:
     return answer
 
 
+def without_thought(text: str) -> str:
+    """Return what stands behind the last ``</think>`` of a text; all of it if there is none.
+
+    Args:
+        text: A generated text.
+    """
+    return text.rpartition("</think>")[2]
+
+
 def extract_code(text: str) -> str | None:
     """Return the last fenced block of a text; ``None`` if no block is closed.
 

@@ -17,6 +17,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.errors import TaskError
+from kvpolicy.lab.tasks.answers import without_thought
 from kvpolicy.lab.tasks.prose import PROSE, Prose, open_prose
 from kvpolicy.lab.tasks.task import Example, Graded, Split, require_tokenizer, spell
 from kvpolicy.model.chat import has_chat_template
@@ -51,7 +52,6 @@ _VALUES = range(10**6, 10**7)
 _NUMBER = re.compile(r"(?<!\d)\d{7}(?!\d)")
 
 _BETWEEN_SENTENCES = re.compile(r"(?<=[.!?])\s+(?=\S)|\n\s*\n(?=\S)")
-_THOUGHT_END = "</think>"
 
 
 @attrs.frozen
@@ -114,7 +114,7 @@ class NeedleTask:
 
     def grade(self, text: str, example: Example) -> bool:
         """Whether the first number of seven digits, behind a thought if there is one, is asked."""
-        found = _NUMBER.search(text.rpartition(_THOUGHT_END)[2])
+        found = _NUMBER.search(without_thought(text))
         return found is not None and found[0] == example.answer
 
     def _draw(self, text: Prose, index: int, seed: int, split: Split) -> Example:

@@ -63,6 +63,7 @@ class Example:
             before it is tokenized.
         attempt: Which attempt at the example this is, from 0.
         message: The user's message, where ``prompt`` is what the chat template made of it.
+        system: The system prompt of the chat, if there is one.
     """
 
     index: int
@@ -73,6 +74,7 @@ class Example:
     chat: bool = False
     attempt: int = 0
     message: str | None = None
+    system: str | None = None
 
 
 class Task(Protocol):

@@ -15,6 +15,7 @@ from kvpolicy.lab.steer.thoughts import load_rules
 from kvpolicy.lab.store.read import find_runs, read_run
 from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.sweep.sweep_file import load_preset
+from kvpolicy.lab.tasks.chat_template import wrap
 from kvpolicy.lab.tasks.conversation import read_conversations
 from kvpolicy.lab.tasks.prose import Prose
 from kvpolicy.lab.tasks.task import fitted, load_task
@@ -79,6 +80,14 @@ def passages(
     return case
 
 
+def instructed(make_tokenizer: Callable[[], Any]) -> Callable[[Path], object]:
+    def case(_: Path) -> object:
+        task = fitted(load_task("instructions:text_tokens=0"), r1_tokenizer())
+        return wrap(task.examples(1, seed=0), make_tokenizer())
+
+    return case
+
+
 def needles(options: str) -> object:
     return fitted(load_task(f"needle:{options}"), r1_tokenizer()).examples(1, seed=0)
 
@@ -127,6 +136,9 @@ CASES: dict[str, Callable[[Path], object]] = {
     "a number of keys": lambda _: load_task("multikey:keys=20"),
     "more keys than there are": lambda _: load_task("needle:keys=1000"),
     "tokens without a tokenizer": lambda _: load_task("needle:keys=2").examples(1, seed=0),
+    "more instructions than there are": lambda _: load_task("instructions:count=8"),
+    "instructions in a chat without a system prompt": instructed(r1_tokenizer),
+    "instructions without a chat": instructed(KINDS["Gemma"]),
     "needles without a haystack": lambda _: needles("keys=90"),
     "a switch": lambda _: load_task("gsm8k:chat=maybe"),
     "a grader": lambda _: load_task("questions:source=a.jsonl,grader=kind"),
