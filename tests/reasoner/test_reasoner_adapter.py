@@ -84,10 +84,11 @@ def test_weights_are_low_where_a_sentence_begins(base: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_trained_adapter_is_loaded_onto_its_model_and_leaves_the_first_layers(
     base: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("peft")
+    peft = pytest.importorskip("peft")
     folder = train(tmp_path / "run", **TOY, stop_after=2)
     assert json.loads((folder / "adapter_config.json").read_text())["r"] == 32
     model, tokenizer = load_model(folder)
@@ -97,6 +98,11 @@ def test_trained_adapter_is_loaded_onto_its_model_and_leaves_the_first_layers(
     changed = {
         name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
     }
+    tokens = torch.arange(9)[None]
+    with torch.no_grad():
+        found = model(input_ids=tokens).logits
+        theirs = peft.PeftModel.from_pretrained(load_model(base)[0], folder)(input_ids=tokens)
+    torch.testing.assert_close(found, theirs.logits)
     projections = 7
     assert len(changed) == projections * (NUM_LAYERS - 1)
     assert not any(name.startswith("model.layers.0.") for name in changed)
