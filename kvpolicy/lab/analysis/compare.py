@@ -141,12 +141,12 @@ class CellComparison:
 
     @property
     def num_both_right(self) -> int | None:
-        """Items on which both are correct; ``None`` unless every value is correct or wrong."""
+        """Items on which both have 1, as correct ones have; ``None`` unless all are 0 or 1."""
         return self._num_both(1)
 
     @property
     def num_neither_right(self) -> int | None:
-        """Items on which both are wrong; ``None`` unless every value is correct or wrong."""
+        """Items on which both have 0; ``None`` unless all are 0 or 1."""
         return self._num_both(0)
 
     @property

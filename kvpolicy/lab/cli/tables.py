@@ -247,8 +247,9 @@ def _summary(found: CellComparison) -> list[str]:
     items = format_count(len(found.pairs), "item")
     if found.test == MCNEMAR:
         test = "McNemar's exact test"
+        both = "both correct" if found.column is ACCURACY else "both"
         counts = (
-            f"both correct {found.num_both_right:,}, only A {found.num_above:,}, "
+            f"{both} {found.num_both_right:,}, only A {found.num_above:,}, "
             f"only B {found.num_below:,}, neither {found.num_neither_right:,}"
         )
     else:
