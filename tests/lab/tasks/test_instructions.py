@@ -65,7 +65,7 @@ def test_a_passage_of_the_asked_length_stands_between_instructions_and_question(
     content = open_prose().content
     for example in task("instructions:text_tokens=300").examples(4, seed=1):
         passage = example.prompt.split("\n\n", 1)[1].rsplit("\n\n", 1)[0]
-        assert content[int(example.facets["start"]) :].startswith(passage)
+        assert passage in content
         assert 250 < len(TOKENIZER(passage)["input_ids"]) <= 300
 
 
