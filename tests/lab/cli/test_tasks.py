@@ -101,6 +101,24 @@ def test_a_metric_is_in_the_table_the_files_and_the_plot(
 
 
 @pytest.mark.nightly
+def test_passages_are_read_by_a_model_with_a_chat_template_as_they_are(
+    kvpolicy: Shell, r1_folder: Path
+) -> None:
+    words = ("perplexity:prompt_tokens=70,scored_tokens=40", "--n", 2)
+    shown = kvpolicy("tasks", "show", *words, "--model", r1_folder, "--json").json
+    tasks = ("agreement:prompt_tokens=70", "repetition:prompt_tokens=70", words[0])
+    ablate(kvpolicy, r1_folder, *(part for task in tasks for part in ("--task", task)))
+    samples = samples_of("out")
+    assert len(samples) == 2 * 2 * len(tasks)
+    expected = {one["index"]: len(r1_tokenizer()(one["prompt"])["input_ids"]) for one in shown}
+    assert all(50 < length <= 70 for length in expected.values())
+    assert all(sample["prompt_len"] == expected[sample["item"]] for sample in samples)
+    assert all(sample["values"] for sample in samples)
+    with Path("out/facets.csv").open(encoding="utf-8", newline="") as file:
+        assert {line["value"] for line in csv.DictReader(file)} == {shown[0]["facets"]["text"]}
+
+
+@pytest.mark.nightly
 def test_a_table_by_difficulty_holds_every_sample(kvpolicy: Shell, model_folder: Path) -> None:
     words = ("--task", "reasoner:level=easy", "--by", "depth", "--n", 6)
     answer = ablate(kvpolicy, model_folder, *words)
