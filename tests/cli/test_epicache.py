@@ -84,9 +84,14 @@ def test_conversations_of_a_file(kvpolicy: Shell, tmp_path: Path) -> None:
     }
     file = tmp_path / "talks.jsonl"
     file.write_text(json.dumps(talk) + "\n")
-    made = kvpolicy("epicache", "build", file, "--output", tmp_path / "s", *SMALL, "--json")
+    words = ("epicache", "build", file, *SMALL, "--json", "--output")
+    made = kvpolicy(*words, tmp_path / "s")
     assert made.status == 0, made.err
     assert len(made.json["episodes"]) == 2, "of as many windows"
+    assert "--raw" in made.err, "the chat template was applied"
+    raw = kvpolicy(*words, tmp_path / "raw", "--raw")
+    assert raw.json["tokens"] < made.json["tokens"]
+    assert "chat template" not in raw.err
 
 
 @pytest.mark.parametrize(
@@ -95,7 +100,7 @@ def test_conversations_of_a_file(kvpolicy: Shell, tmp_path: Path) -> None:
         (("build", "multikey", "--budget", 40), "has no conversations"),
         (("build", "conversation"), "give --budget N"),
         (("build", "conversation", "--policy", "h2o", "--budget", 40), "no policy 'epicache'"),
-        (("build", "conversation", "--budget", 40, "--chat"), "--chat is for files"),
+        (("build", "conversation", "--budget", 40, "--raw"), "--raw is for files"),
         (("build", "nothing.jsonl", "--budget", 40), "nothing.jsonl"),
     ],
     ids=lambda value: "" if isinstance(value, tuple) else value,

@@ -180,7 +180,7 @@ def _dry_run(sweep: "Sweep", folder: Path, workers: int, *, json: bool) -> None:
     from kvpolicy.lab.sweep.runner import finished_keys
 
     samples, recorded = finished(folder, sweep.to_dict(), sweep.example_records())
-    for note in _no_effects(sweep):
+    for note in [*_chats(sweep), *_no_effects(sweep)]:
         info(note)
     cells = _list_cells(sweep, finished_keys(sweep, samples, recorded))
     totals = _totals(cells)
@@ -266,7 +266,7 @@ def _run(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
                 session["sandbox"] = find_wall().name
                 info(f"Programs that the model writes run in {session['sandbox']}.")
             store.begin(session)
-        for note in [*store.notes, *_no_effects(sweep)]:
+        for note in [*store.notes, *_chats(sweep), *_no_effects(sweep)]:
             info(note)
         _print_start(sweep, store, num_left)
         if num_left:
@@ -283,6 +283,17 @@ def _run(sweep: "Sweep", store: "Store", executor: "Executor") -> None:
             f"{store.folder}; run the same command again to continue."
         )
         raise Interrupted(msg) from None
+
+
+def _chats(sweep: "Sweep") -> list[str]:
+    """Which models get the questions of a task in their chat template."""
+    found = (
+        f"questions of {setting.task.name} are put into the chat template of "
+        f"{Path(setting.model.name).name}; chat=false in the task's options leaves it out."
+        for setting in sweep.settings
+        if any(example.message is not None for example in setting.examples)
+    )
+    return list(dict.fromkeys(found))
 
 
 def _no_effects(sweep: "Sweep") -> list[str]:

@@ -2,11 +2,11 @@
 
 With ``--json``, one object on stdout at the end: ``output``, ``num_prompts``, ``num_before``
 (answers of earlier sessions), ``finish_reasons`` (how many of all answers have ended for which
-reason), ``plan_digest``; and of this session ``prompt_tokens``, ``reused_tokens`` (of these, those
-that were not computed), ``new_tokens``, ``elapsed_s``, ``throughput_tok_s`` and ``workers``, a list
-with ``worker``, ``host``, ``num_prompts``, ``prompt_tokens``, ``reused_tokens``, ``new_tokens``,
-``busy_s``, ``throughput_tok_s`` and, if there are prefix stores, ``prefix_store``, the fields of
-`StoreStats`.
+reason), ``num_empty`` (how many of all show nothing), ``plan_digest``; and of this session
+``prompt_tokens``, ``reused_tokens`` (of these, those that were not computed), ``new_tokens``,
+``elapsed_s``, ``throughput_tok_s`` and ``workers``, a list with ``worker``, ``host``,
+``num_prompts``, ``prompt_tokens``, ``reused_tokens``, ``new_tokens``, ``busy_s``,
+``throughput_tok_s`` and, if there are prefix stores, ``prefix_store``, the fields of `StoreStats`.
 """
 
 import sys
@@ -268,6 +268,7 @@ class _Session:
                     "num_prompts": self._store.num_prompts,
                     "num_before": self._num_before,
                     "finish_reasons": reasons,
+                    "num_empty": self._store.num_empty,
                     "plan_digest": self._answering.plan_digest,
                     "prompt_tokens": self._prompt_tokens,
                     "reused_tokens": self._reused_tokens,
@@ -297,6 +298,9 @@ class _Session:
         took = f"{self._new_tokens:,} tokens in {format_seconds(self._elapsed_s)}, {speed:.0f}/s"
         figures = took if workers else "nothing was left to compute"
         info(f"{done} in {self._store.output} ({counts}): {figures}.")
+        if empty := self._store.num_empty:
+            show = "1 of them shows" if empty == 1 else f"{empty:,} of them show"
+            info(f"{show} nothing: no text, or white space only.")
         if stores := [one.store for one in workers if one.store is not None]:
             info(format_reuse(self._reused_tokens, self._prompt_tokens, stores))
 

@@ -43,6 +43,7 @@ class AnswerStore:
         folder: The folder of what is kept until then.
         num_prompts: Prompts of the run.
         reasons: How many of the answers have ended for which reason.
+        num_empty: How many of them show nothing: they have no text, or white space only.
         notes: Messages for the user about the state in which the files were found.
     """
 
@@ -66,6 +67,7 @@ class AnswerStore:
         run = as_stored(run)
         self.output, self.folder, self.num_prompts = output, run_folder(output), num_prompts
         self.reasons: Counter[str] = Counter()
+        self.num_empty = 0
         self.notes: list[str] = []
         self._path = self.folder / "answers.jsonl"
         self._begins = array("q", [-1]) * num_prompts
@@ -155,7 +157,12 @@ class AnswerStore:
 
     def _note(self, number: int, begin: int, answer: Answer) -> None:
         self._begins[number] = begin
-        self.reasons[str(answer.get("finish_reason"))] += 1
+        self._count(answer)
+
+    def _count(self, answer: Answer) -> None:
+        reason = str(answer.get("finish_reason"))
+        self.reasons[reason] += 1
+        self.num_empty += reason != "error" and not str(answer.get("text") or "").strip()
 
     def _lock(self) -> FileLock:
         try:
@@ -211,7 +218,7 @@ class AnswerStore:
     def _count_output(self) -> None:
         try:
             for _, answer in iter_lines(self.output):
-                self.reasons[str(answer.get("finish_reason"))] += 1
+                self._count(answer)
         except ResultsError as error:
             msg = f"output file {self.output} was changed: a line is no answer; {_GIVE}."
             raise OutputError(msg) from error

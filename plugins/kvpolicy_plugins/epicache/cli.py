@@ -81,8 +81,9 @@ TaskName = Annotated[
         help="A file of conversations, or a task that has them, with its options.",
     ),
 ]
-Chat = Annotated[
-    bool, typer.Option("--chat", help="Wrap those of a file in the model's chat template.")
+Raw = Annotated[
+    bool,
+    typer.Option("--raw", help="Take those of a file as they are, without the chat template."),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Random seed of conversations and clustering.")]
 NumEpisodes = Annotated[
@@ -126,7 +127,7 @@ def build(
     task: TaskName,
     output: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the store.")],
     number: Annotated[int, typer.Option("--conversation", min=0, help="Which one, from 0.")] = 0,
-    chat: Chat = False,
+    raw: Raw = False,
     seed: Seed = 0,
     episodes: NumEpisodes = 4,
     window: WindowSize = 4,
@@ -150,12 +151,13 @@ def build(
     """Prefill a conversation once for each of its topics, and write what stays to a folder."""
     settings = _settings(episodes, window, medoids, instruction, embedding, route, seed)
     chosen = _plan_of(plan, policy, (budget, buffer, prefill_buffer), overrides)
-    conversations = _conversations(task, chat=chat)
+    _check_conversations(task, raw=raw)
     from kvpolicy.plan.dump import to_toml
     from kvpolicy_plugins.epicache.store import EpisodeStore
 
     engine = _engine(chosen, model, dtype, device, trust_remote_code, slots)
     text = to_toml(engine.plan)  # refused before anything is computed
+    conversations = _conversations(task, engine.tokenizer, raw=raw)
     drawn = _drawn(conversations, number + 1, seed)
     if number >= len(drawn):
         msg = f"--conversation got {number}; {task} has {len(drawn)}, counted from 0"
@@ -234,7 +236,7 @@ def ask(
 def evaluate(
     task: TaskName = "conversation",
     n: Annotated[int, typer.Option("--n", min=1, help="Number of conversations.")] = 12,
-    chat: Chat = False,
+    raw: Raw = False,
     seed: Seed = 0,
     episodes: NumEpisodes = 4,
     window: WindowSize = 4,
@@ -264,12 +266,13 @@ def evaluate(
     """
     settings = _settings(episodes, window, medoids, instruction, embedding, route, seed)
     chosen = _plan_of(plan, policy, (budget, buffer, prefill_buffer), overrides)
-    conversations = _conversations(task, chat=chat)
+    _check_conversations(task, raw=raw)
     from kvpolicy import Engine, Plan
     from kvpolicy.lab.tasks.task import grader_of
 
     engine = _engine(chosen, model, dtype, device, trust_remote_code, slots)
     full = Engine(engine.adapter, engine.tokenizer, Plan.full_cache(), slots=slots)
+    conversations = _conversations(task, engine.tokenizer, raw=raw)
     frame = conversations.frame(engine.tokenizer)
     options = {"max_new_tokens": max_new_tokens or _MAX_NEW_TOKENS}
     ways: dict[str, Callable[[Conversation], _Measured]] = {
@@ -530,18 +533,37 @@ def _plan_of(
     return choose_plan(plan, policies, given, overrides or [])
 
 
-def _conversations(name: str, *, chat: bool) -> "ConversationTask":
+def _check_conversations(name: str, *, raw: bool) -> None:
+    """Refuse what has no conversations, before a model is loaded."""
     from kvpolicy.lab.tasks.conversation import conversations_of
+
+    if raw and not _is_file(name):
+        msg = "--raw is for files of conversations; a task has its own prompts"
+        raise KVPolicyError(msg)
+    conversations_of(_task(name, chat=False), 1, seed=0)
+
+
+def _conversations(name: str, tokenizer: Any, *, raw: bool) -> "ConversationTask":
+    """The task; conversations of a file are put into the model's chat template if it has one."""
+    from kvpolicy.model.chat import has_chat_template
+
+    chat = _is_file(name) and not raw and has_chat_template(tokenizer)
+    if chat:
+        info("conversations are put into the chat template of this model; --raw leaves it out.")
+    return _task(name, chat=chat)
+
+
+def _task(name: str, *, chat: bool) -> "ConversationTask":
     from kvpolicy.lab.tasks.task import load_task
 
-    if Path(name).suffix in (".jsonl", ".json"):
+    if _is_file(name):
         name = f"conversations:source={name},chat={str(chat).lower()}"
-    elif chat:
-        msg = "--chat is for files of conversations; a task has its own prompts"
-        raise KVPolicyError(msg)
     task: ConversationTask = load_task(name)
-    conversations_of(task, 1, seed=0)  # whether it has any
     return task
+
+
+def _is_file(name: str) -> bool:
+    return Path(name).suffix in (".jsonl", ".json")
 
 
 def _drawn(task: "ConversationTask", n: int, seed: int) -> "Sequence[Conversation]":

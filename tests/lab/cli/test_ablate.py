@@ -231,6 +231,16 @@ def test_cells_in_which_every_request_fails_are_reported(
     assert kvpolicy("results", "compare", "out", "--with", "full").status == 0
 
 
+@pytest.mark.needs_reasoner
+def test_which_questions_are_put_into_a_chat_template_is_told(
+    kvpolicy: Shell, tmp_path: Path
+) -> None:
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "What is plum?", "answer": "1"}\n')
+    words = ("ablate", "--policies", "full", "--dry-run", "--task")
+    assert "chat=false" in kvpolicy(*words, "asked.jsonl").err
+    assert "chat" not in kvpolicy(*words, "asked.jsonl:chat=false").err
+
+
 @pytest.mark.slow
 def test_a_cell_whose_policies_had_nothing_to_evict_is_told(
     kvpolicy: Shell, model_folder: Path

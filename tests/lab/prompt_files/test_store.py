@@ -128,6 +128,22 @@ def test_a_complete_output_is_known_and_its_reasons_are_counted(tmp_path: Path) 
     assert (tmp_path / "a.jsonl").stat() == before
 
 
+def test_answers_that_show_nothing_are_counted_now_and_when_they_are_read_again(
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "out.jsonl"
+    texts = ["4", "", " \n", None]
+    with AnswerStore(output, RUN, 5) as store:
+        store.add((i, {"text": text, "finish_reason": "stop"}) for i, text in enumerate(texts))
+        assert store.num_empty == 3
+    with AnswerStore(output, RUN, 5) as store:
+        assert store.num_empty == 3
+        store.add([(4, {"text": None, "finish_reason": "error"})])
+        store.publish()
+    with AnswerStore(output, RUN, 5) as store:
+        assert store.num_empty == 3, "one that failed has an error instead"
+
+
 def test_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
     output = tmp_path / "a.jsonl"
     with opened(output) as store:
