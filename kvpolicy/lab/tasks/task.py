@@ -450,7 +450,9 @@ def is_task_or_data_set(text: str) -> bool:
     name, _ = _parse(text)
     if name in installed(GROUP):
         return True
-    return Path(name).suffix in _DATA_SETS or (not Path(name).exists() and _is_hub_id(name))
+    suffix = Path(name).suffix
+    # A path with a suffix is a file, also where there is none of that name.
+    return suffix in _DATA_SETS or (not suffix and not Path(name).exists() and _is_hub_id(name))
 
 
 def fitted(task: Task, tokenizer: Any) -> Task:

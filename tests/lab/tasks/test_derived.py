@@ -73,6 +73,11 @@ def test_prompts_of_another_task_have_lengths_of_their_own(of: str) -> None:
         load_task(f"agreement:of={of},prompt_tokens=9")
 
 
+def test_a_text_that_does_not_exist_is_named() -> None:
+    with pytest.raises(TaskError, match=r"folder/book\.txt cannot be read"):
+        task("agreement:of=folder/book.txt,prompt_tokens=9").examples(1, seed=0)
+
+
 @pytest.mark.parametrize(
     "options", ["prompt_tokens=0", "scored_tokens=-1", "prompt_tokens=many", "of=,prompt_tokens=9"]
 )
