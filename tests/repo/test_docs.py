@@ -24,6 +24,7 @@ from kvpolicy.entry_points import default_name
 from kvpolicy.hooks import discovery
 from kvpolicy.hooks.discovery import describe_policy
 from kvpolicy.lab.sweep.sweep_file import load_preset
+from kvpolicy.lab.tasks.instructions import Following
 from kvpolicy.lab.tasks.likelihood import Agreement, Perplexity
 from kvpolicy.lab.tasks.repetition import Repetition
 from kvpolicy.lab.tasks.retention import Retention
@@ -317,6 +318,7 @@ def test_metric_columns_are_documented() -> None:
         Agreement(),
         Repetition(),
         Retention(),
+        Following(),
     )
     assert rows == [(one.name, column.name) for one in metrics for column in one.columns]
 

@@ -55,7 +55,7 @@ def listing(json: Json = False) -> None:
     short_help="Show problems and their answers.",
     epilog=examples(
         "kvpolicy tasks show gsm8k --n 3",
-        "kvpolicy tasks show reasoner-needle:length=200",
+        "kvpolicy tasks show needle:keys=2 --model FOLDER",
         "kvpolicy tasks show perplexity:prompt_tokens=64 --model FOLDER",
     ),
 )
