@@ -231,6 +231,16 @@ def test_cells_in_which_every_request_fails_are_reported(
     assert kvpolicy("results", "compare", "out", "--with", "full").status == 0
 
 
+@pytest.mark.parametrize("preset", ["real", "real-long"])
+def test_preset_of_a_model_that_is_not_installed_says_how_to_install_it(
+    preset: str, kvpolicy: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPOLICY_CACHE", str(tmp_path))
+    answer = kvpolicy("ablate", "--preset", preset)
+    assert "kvpolicy models install smollm2" in refusal(answer)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.needs_reasoner
 def test_which_questions_are_put_into_a_chat_template_is_told(
     kvpolicy: Shell, tmp_path: Path

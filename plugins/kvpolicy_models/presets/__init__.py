@@ -1,0 +1,1 @@
+"""Sweeps on the models that pip brings: `NAME.toml`."""
