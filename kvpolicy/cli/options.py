@@ -5,10 +5,12 @@ An option is an annotated type, so that it has one name, one help text and one p
 
 import inspect
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
+from fractions import Fraction
 from functools import wraps
 from pathlib import Path
 from shlex import quote
@@ -61,6 +63,9 @@ class WeightOrder(Enum):
     plain = "plain"
     packed = "packed"
 
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?(?:([kmgt])(i?))?b?", re.IGNORECASE | re.ASCII)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Plugins = Annotated[
@@ -586,6 +591,8 @@ def plan_of_policies(
     policies: Sequence[str],
     numbers: Mapping[str, int | str | None],
     overrides: Sequence[str],
+    *,
+    option: str = "--policy",
 ) -> "Plan":
     """The plan with the same policies in every layer.
 
@@ -593,6 +600,7 @@ def plan_of_policies(
         policies: ``--policy``.
         numbers: Values of ``--budget`` and others, ``None`` if not given.
         overrides: ``--set``.
+        option: The option that named the policies, for messages.
 
     Raises:
         PlanError: The plan is wrong.
@@ -601,7 +609,7 @@ def plan_of_policies(
     from kvpolicy.plan.toml import Override
 
     stack = [name.strip() for policy in policies for name in policy.split("+")]
-    typed = " ".join(f"--policy {quote(policy)}" for policy in policies)
+    typed = " ".join(f"{option} {quote(policy)}" for policy in policies)
     changes: list[str | Override] = [Override("stack", stack, source=typed)]
     changes += [*_typed_numbers(numbers), *overrides]
     options = {key: _option(key) for key in numbers}
@@ -707,6 +715,28 @@ def parse_names(option: str, text: str | None) -> list[str]:
         msg = f"{option} was given no name; leave it out, or give names: {option} A,B."
         raise KVPolicyError(msg)
     return names
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """Parse a number of bytes: ``8GiB``, ``500MB``, ``1.5 TiB``, ``4096``.
+
+    Args:
+        option: Name of the option, for the message.
+        text: What was given.
+
+    Raises:
+        KVPolicyError: It is not a number of bytes, or less than one.
+    """
+    found = _BYTES.fullmatch(text.strip())
+    num_bytes = 0
+    # "8G" could be either.
+    if found is not None and not (found[2] and not text.strip().lower().endswith("b")):
+        base = 1024 if found[3] else 1000
+        num_bytes = int(Fraction(found[1]) * base ** _UNITS[(found[2] or "").lower()])
+    if num_bytes < 1:
+        msg = f"{option} was given {text!r:.60}; give bytes with a unit: 8GiB or 8GB."
+        raise KVPolicyError(msg)
+    return num_bytes
 
 
 def parse_ints(option: str, text: str | None, *, minimum: int = 1) -> list[int]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpolicy.cli.options import parse_bytes
 from kvpolicy.errors import KVPolicyError
 
 if TYPE_CHECKING:
@@ -108,8 +109,6 @@ def prefix_arguments(
     if spill_bytes is not None and spill is None:
         msg = "--prefix-spill-bytes was given without --prefix-spill; add --prefix-spill FOLDER."
         raise KVPolicyError(msg)
-    from kvpolicy.cli.plan_suggest import parse_bytes
-
     arguments: dict[str, Any] = {
         "capacity": parse_bytes("--prefix-cache", cache),
         "block_tokens": block,

@@ -35,12 +35,12 @@ from kvpolicy.cli.options import (
     WeightOrder,
     choose_plan,
     examples,
+    parse_bytes,
     register_plugins,
     tell_no_effects,
     tell_packing,
 )
 from kvpolicy.cli.output import format_count, info, print_lines
-from kvpolicy.cli.plan_suggest import parse_bytes
 from kvpolicy.cli.prefix_options import (
     DEFAULT_BLOCK,
     DEFAULT_EVICTION,

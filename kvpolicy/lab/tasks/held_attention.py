@@ -1,6 +1,7 @@
 """The evaluation of `kvpolicy.lab.tasks.retention`: two engines in step, and what they compare."""
 
-from collections import abc, defaultdict, deque
+from collections import abc, defaultdict
+from statistics import fmean
 from typing import ClassVar
 
 import attrs
@@ -18,10 +19,10 @@ from kvpolicy.engine.requests.results import Result
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.sampler import teacher_forced
 from kvpolicy.lab.store.records import Breakdown
-from kvpolicy.lab.tasks.held_shares import DISTANCES, HeldShares, LayerRows, held_shares
-from kvpolicy.lab.tasks.retention import (
+from kvpolicy.lab.tasks.held_shares import (
     ATTENTION,
     DISTANCE,
+    DISTANCES,
     ERROR,
     HEAD,
     LAYER,
@@ -29,8 +30,12 @@ from kvpolicy.lab.tasks.retention import (
     LOOK_BACKS_HELD,
     RETAINED,
     SINKS,
-    Retention,
+    HeldShares,
+    LayerRows,
+    LookBack,
+    held_shares,
 )
+from kvpolicy.lab.tasks.likelihood import MATCH
 from kvpolicy.lab.tasks.task import EvalOutcome
 from kvpolicy.markers import hookimpl
 from kvpolicy.plan.plan import Plan
@@ -50,37 +55,43 @@ class HeldAttention:
         run: The run of the engine.
     """
 
-    def __init__(self, engine: Engine, requests: abc.Sequence[Request], metric: Retention) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        requests: abc.Sequence[Request],
+        look_back: LookBack,
+        full: "FullRun | None" = None,
+    ) -> None:
         """Set up both engines; nothing is computed.
 
         Args:
             engine: The engine under the plan.
             requests: The requests, with greedy sampling.
-            metric: What is measured.
+            look_back: What a strong look-back is.
+            full: The full cache's run of these requests; ``None``: one of its own.
         """
-        self._metric = metric
-        self._full = _FullRun(engine, requests)
+        self._look_back = look_back
+        self._full = full or FullRun(engine, requests)
         self._held: dict[int, _HeldRows] = {}
+        self._matches: dict[int, list[bool]] = defaultdict(list)
         self.run = Run(engine, requests, self._sample)
 
     def outcome(self, result: Result) -> EvalOutcome:
         """Compare the attention of a sequence that has ended."""
-        held = self._held.pop(result.id, None)
+        held, matches = self._held.pop(result.id, None), self._matches.pop(result.id, [])
         if held is None or result.finish_reason == "error":
             return EvalOutcome(result)
-        full = self._full.pop(result.id)
+        full = self._full.take(result.id)
         end = full.layers[0].last + 1
         begin = result.prompt_len if held.first == _NEVER else max(held.first, result.prompt_len)
         if begin >= end:
             return EvalOutcome(result)
-        metric = self._metric
         layers = [
             held_shares(
                 one.queries(begin),
                 begin,
                 one.rows(_padded(gone_at, end)),
-                metric.weight,
-                metric.distance,
+                self._look_back,
             )
             for one, gone_at in zip(full.layers, held.gone_at, strict=True)
         ]
@@ -88,13 +99,17 @@ class HeldAttention:
             torch.cat([getattr(one, name) for one in layers], dim=-1)
             for name in ("retained", "errors", "look_backs")
         )
-        return EvalOutcome(result, values=_values(*heads), breakdowns=_breakdowns(layers))
+        values = _values(*heads) | {MATCH: fmean(matches)}
+        return EvalOutcome(result, values=values, breakdowns=_breakdowns(layers))
 
     def _sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
-        layers = self.run.cache.layers
-        for seq in sequences:
+        layers, tokens = self.run.cache.layers, []
+        for seq, ours in zip(sequences, logits.argmax(dim=-1).tolist(), strict=True):
             self._held.setdefault(seq.id, _HeldRows(layers)).note(self.run, seq)
-        return teacher_forced([self._full.next_token(seq.id) for seq in sequences], logits)
+            token, likeliest = self._full.token(seq.id, len(seq.tokens))
+            tokens.append(token)
+            self._matches[seq.id].append(ours == likeliest)
+        return teacher_forced(tokens, logits)
 
 
 def _values(retained: Tensor, errors: Tensor, look_backs: Tensor) -> dict[str, float]:
@@ -191,52 +206,73 @@ class _FullSequence:
     """A sequence under the full cache.
 
     Attributes:
-        tokens: Tokens that the plan's engine has not been led along yet.
+        tokens: Its tokens so far, each with the likeliest in its place.
         num_noted: Tokens whose rows are noted in layers whose window slides.
         noted: Keys and values of these rows, by layer, oldest first.
         layers: What it has left, once it has ended.
         failed: Whether it has ended with an error.
     """
 
-    tokens: deque[int] = attrs.field(factory=deque)
+    tokens: list[tuple[int, int]] = attrs.field(factory=list)
     num_noted: int = 0
     noted: dict[int, list[_KeysAndValues]] = attrs.field(factory=lambda: defaultdict(list))
     layers: abc.Sequence[_FullLayer] = ()
     failed: bool = False
 
 
-class _FullRun:
-    """Answers of the full cache, a step at a time, in step with the engine that needs them."""
+class FullRun:
+    """The full cache's run of some requests, a step at a time, as those who follow it need it."""
 
-    def __init__(self, engine: Engine, requests: abc.Sequence[Request]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        requests: abc.Sequence[Request],
+        *,
+        texts: abc.Sequence[abc.Sequence[int]] | None = None,
+        keep: bool = False,
+    ) -> None:
+        """Set up an engine like another one; nothing is computed.
+
+        Args:
+            engine: Has the model, the tokenizer and the number of slots.
+            requests: The requests, with greedy sampling.
+            texts: Tokens that it is led along, of each request; ``None``: its own answers.
+            keep: Whether several may follow it, one after the other.
+        """
         adapter = engine.adapter
         longest = min(max(one.max_new_tokens for one in requests), adapter.max_positions)
         plan = Plan.uniform(_NewestQueries(longest), budget=adapter.max_positions)
         full = Engine(adapter.model, engine.tokenizer, plan, slots=engine.num_slots)
         full.compiled = engine.compiled  # computed alike, and timed by one clock
         with_rows = [attrs.evolve(one, snapshot=True) for one in requests]
+        self._texts, self._keep = texts, keep
         self._sequences: dict[int, _FullSequence] = defaultdict(_FullSequence)
         self._run = Run(full, with_rows, self._sample)
 
-    def next_token(self, number: int) -> int:
-        """The next token of a sequence; `NO_TOKEN` if it has failed."""
+    def token(self, number: int, place: int) -> tuple[int, int]:
+        """A token of a sequence, and the likeliest in its place; `NO_TOKEN` if it has failed."""
         sequence = self._sequences[number]
-        while not sequence.tokens and not sequence.failed:
+        while len(sequence.tokens) <= place and not sequence.failed:
             assert not self._run.done, "both engines end a sequence at the same token"
             results = self._run.step().results
             self._note_sliding()
             for result in results:
                 self._end(result)
-        return sequence.tokens.popleft() if sequence.tokens else NO_TOKEN
+        return sequence.tokens[place] if place < len(sequence.tokens) else (NO_TOKEN, NO_TOKEN)
 
-    def pop(self, number: int) -> _FullSequence:
-        """A sequence that has ended, which is forgotten."""
-        return self._sequences.pop(number)
+    def take(self, number: int) -> _FullSequence:
+        """A sequence that has ended, which is forgotten unless it is kept."""
+        return self._sequences[number] if self._keep else self._sequences.pop(number)
 
     def _sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
-        tokens = teacher_forced(logits.argmax(dim=-1).tolist(), logits)
-        for seq, token in zip(sequences, tokens.tolist(), strict=True):
-            self._sequences[seq.id].tokens.append(token)
+        likeliest = teacher_forced(logits.argmax(dim=-1).tolist(), logits)
+        tokens = likeliest
+        if self._texts is not None:
+            given = [self._texts[seq.id][len(seq.tokens)] for seq in sequences]
+            tokens = teacher_forced(given, logits)
+        pairs = zip(tokens.tolist(), likeliest.tolist(), strict=True)
+        for seq, pair in zip(sequences, pairs, strict=True):
+            self._sequences[seq.id].tokens.append(pair)
         return tokens
 
     def _note_sliding(self) -> None:

@@ -2,9 +2,23 @@
 
 import attrs
 import torch
+from attrs.validators import and_, ge, gt, le
 from torch import Tensor
 
 from kvpolicy.attention.softmax import Softmax
+
+# Values of a sample.
+RETAINED = "retained_attention"
+LOOK_BACKS_HELD = "look_backs_held"
+ERROR = "output_error"
+LOOK_BACKS = "look_backs"  # how many there were, of which the share above is held
+
+# By distance only: the share of all attention that falls on rows so far away, held or not.
+ATTENTION = "attention"
+
+# What values are broken down by.
+LAYER, HEAD, DISTANCE = "layer", "head", "attention_distance"
+SINKS = "first 4"  # in place of a distance
 
 #: Tokens at the beginning of a sequence that are no look-backs: attention sinks.
 NUM_SINKS = 4
@@ -14,6 +28,21 @@ DISTANCES = (0, 16, 64, 256, 1024, 4096)
 
 # The weights of so many bytes are computed at a time.
 _BLOCK_BYTES = 32 << 20
+
+
+@attrs.frozen
+class LookBack:
+    """What a strong look-back is: much of the attention of a query, to a row far back.
+
+    The first four tokens of a sequence are none: they are attention sinks.
+
+    Attributes:
+        weight: The least share of the query's attention, in its head.
+        distance: The least number of tokens between the row's token and that of the query.
+    """
+
+    weight: float = attrs.field(default=0.05, kw_only=True, validator=and_(gt(0), le(1)))
+    distance: int = attrs.field(default=64, kw_only=True, validator=ge(1))
 
 
 @attrs.frozen(eq=False)
@@ -58,17 +87,14 @@ class HeldShares:
     far: Tensor
 
 
-def held_shares(
-    queries: Tensor, begin: int, rows: LayerRows, weight: float, distance: int
-) -> HeldShares:
+def held_shares(queries: Tensor, begin: int, rows: LayerRows, look_back: LookBack) -> HeldShares:
     """Compare the attention over all rows with that over the rows held.
 
     Args:
         queries: Queries at consecutive positions, ``[H_q, N, D]``.
         begin: Position of the first.
         rows: The rows.
-        weight: The least share of a query's attention in a strong look-back.
-        distance: The least number of tokens that it goes back.
+        look_back: What a strong look-back is.
     """
     keys, values = rows.keys.float(), rows.values.float()
     (num_kv_heads, num_rows, size), (num_heads, num_queries, _) = keys.shape, queries.shape
@@ -95,7 +121,8 @@ def held_shares(
         total = weights.sum(dim=-1, keepdim=True)
         retained = (weights * held).sum(dim=-1) / total[..., 0]
         shares = weights / total
-        strong = (shares >= weight) & (away >= distance) & (positions >= NUM_SINKS)
+        strong = (shares >= look_back.weight) & (away >= look_back.distance)
+        strong &= positions >= NUM_SINKS
         of_heads += torch.stack(
             [
                 retained.sum(dim=-1).flatten(),

@@ -11,27 +11,22 @@ from collections import abc
 from typing import TYPE_CHECKING
 
 import attrs
-from attrs.validators import and_, ge, gt, le
 
 from kvpolicy.lab.tasks.derived import DerivedTask, PassageTask, derived
+from kvpolicy.lab.tasks.held_shares import (
+    DISTANCE,
+    ERROR,
+    HEAD,
+    LAYER,
+    LOOK_BACKS_HELD,
+    RETAINED,
+    LookBack,
+)
 from kvpolicy.lab.tasks.prose import PROSE
 from kvpolicy.lab.tasks.task import Column, EvalRequest, Evaluation, mean_of
 
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine
-
-# Values of an outcome.
-RETAINED = "retained_attention"
-LOOK_BACKS_HELD = "look_backs_held"
-ERROR = "output_error"
-LOOK_BACKS = "look_backs"  # how many there were, of which the share above is held
-
-# By distance only: the share of all attention that falls on rows so far away, held or not.
-ATTENTION = "attention"
-
-# What values are broken down by.
-LAYER, HEAD, DISTANCE = "layer", "head", "attention_distance"
-SINKS = "first 4"  # in place of a distance
 
 
 def retention(of: str = PROSE, prompt_tokens: int | None = None) -> DerivedTask | PassageTask:
@@ -47,13 +42,13 @@ class Retention:
 
     * ``retained_attention``: the share of the weights over all rows that falls on the rows held;
     * ``look_backs_held``: of its strong look-backs, the share whose row is held. A strong look-back
-      is a row with at least `weight` of the weights over all rows, whose token is at least
-      `distance` tokens before that of the query, and not one of the first four of the sequence,
-      which are attention sinks. It is the share of all look-backs of a sequence, and not there
-      where it has none;
+      is a `LookBack`. It is the share of all look-backs of a sequence, and not there where it
+      has none;
     * ``output_error``: ``|o_held - o_full| / |o_full|``, where ``o_full`` is the output of
       attention over all rows, and ``o_held`` that over the rows held, with weights normalised
       over these.
+
+    The value ``match`` beside them is that of `Agreement`, from the same run.
 
     Held are the rows that the KV head of the query has in that step under the plan, the row of
     the query's own token included. The first and the last are means over heads, layers and the
@@ -67,12 +62,10 @@ class Retention:
     for a layer and a few queries at a time.
 
     Attributes:
-        weight: The least share of a query's attention in a strong look-back.
-        distance: The least number of tokens that it goes back.
+        look_back: What a strong look-back is.
     """
 
-    weight: float = attrs.field(default=0.05, kw_only=True, validator=and_(gt(0), le(1)))
-    distance: int = attrs.field(default=64, kw_only=True, validator=ge(1))
+    look_back: LookBack = attrs.field(factory=LookBack)
     name: str = attrs.field(default="retention", init=False)
     facets: abc.Sequence[str] = attrs.field(default=(LAYER, HEAD, DISTANCE), init=False)
     reads_reference: bool = attrs.field(default=False, init=False)
@@ -93,4 +86,4 @@ class Retention:
         from kvpolicy.lab.tasks.held_attention import HeldAttention
 
         greedy = [attrs.evolve(one.request, sampling=Sampling()) for one in requests]
-        return HeldAttention(engine, greedy, self)
+        return HeldAttention(engine, greedy, self.look_back)

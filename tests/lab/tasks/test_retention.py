@@ -12,14 +12,9 @@ from kvpolicy import Engine, Plan
 from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.engine.tracing import recording
 from kvpolicy.lab.tasks import held_shares as source
-from kvpolicy.lab.tasks.retention import (
-    ERROR,
-    LOOK_BACKS,
-    LOOK_BACKS_HELD,
-    RETAINED,
-    Retention,
-    retention,
-)
+from kvpolicy.lab.tasks.held_shares import ERROR, LOOK_BACKS, LOOK_BACKS_HELD, RETAINED, LookBack
+from kvpolicy.lab.tasks.likelihood import MATCH, Agreement
+from kvpolicy.lab.tasks.retention import Retention, retention
 from kvpolicy.lab.tasks.task import EvalOutcome, EvalRequest, Example, load_task
 
 TOKENIZER = tiny_tokenizer()
@@ -45,7 +40,8 @@ PLANS = {
 
 
 # Small enough for sequences of a tiny model.
-METRIC = Retention(weight=0.08, distance=5)
+LOOK_BACK = LookBack(weight=0.08, distance=5)
+METRIC = Retention(LOOK_BACK)
 
 
 def measured(plan: Plan, prompts: list[str], *, model: Any = None, **options: Any) -> Any:
@@ -70,9 +66,17 @@ def check(found: EvalOutcome, plan: Plan, model: Any, eager: Any, prompt: str) -
     gone, first = rows_gone(plan, model, prompt, found.result.tokens)
     ids = TOKENIZER(prompt)["input_ids"]
     tallies = retention_by_hand(
-        eager, ids, found.result.tokens, gone, first, weight=METRIC.weight, distance=METRIC.distance
+        eager,
+        ids,
+        found.result.tokens,
+        gone,
+        first,
+        weight=LOOK_BACK.weight,
+        distance=LOOK_BACK.distance,
     )
-    assert found.values == pytest.approx(tallies[()].values(), abs=ROUNDING)
+    values = dict(found.values)
+    assert 0 <= values.pop(MATCH) <= 1
+    assert values == pytest.approx(tallies[()].values(), abs=ROUNDING)
     assert found.values[LOOK_BACKS] > found.values.get(LOOK_BACKS_HELD, 0) > 0
     by_layer, by_head, by_distance = (
         {place[1:]: tally for place, tally in tallies.items() if place[:1] == (facet,)}
@@ -229,6 +233,17 @@ def test_an_answer_of_one_token_has_no_value() -> None:
     (found,) = measured(PLANS["h2o"], PROMPTS[:1], max_new_tokens=1)
     assert not found.values
     assert found.result.finish_reason == "length"
+
+
+def test_tokens_that_match_are_those_of_agreement() -> None:
+    plan = PLANS["streaming"]
+    engine = Engine(shared_model(), TOKENIZER, plan, slots=2)
+    asked = [EvalRequest(Example(i, one, ""), Request(one, 30)) for i, one in enumerate(PROMPTS)]
+    trial = Agreement().begin(engine, asked)
+    agreeing = {one.id: trial.outcome(one).values[MATCH] for one in trial.run}
+    assert [one.values[MATCH] for one in measured(plan, PROMPTS)] == [
+        pytest.approx(agreeing[i]) for i in range(len(PROMPTS))
+    ]
 
 
 @pytest.mark.needs_reasoner

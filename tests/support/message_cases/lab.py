@@ -181,6 +181,17 @@ CASES: dict[str, Callable[[Path], object]] = {
     "ablate --budgets ,": refused("ablate --budgets ,"),
     "ablate --preset none.toml": refused("ablate --preset {d}/none.toml"),
     "bench --prompt-max 3": refused("bench --prompt-max 3"),
+    **{
+        f"plan suggest {words}".strip(): refused(f"plan suggest --length 100 {words}")
+        for words in (
+            "",
+            "--passages 3",
+            "--quality 0",
+            "--quality 0.9 --budget 8",
+            "--quality 0.9 --policy h2o --policies h2o",
+        )
+    },
+    "plan suggest --length 9 --quality 0.9": refused("plan suggest --length 9 --quality 0.9"),
     "results table none": refused("results table {d}/none"),
     "steer calibrate in another format": refused("steer calibrate --output a.pt"),
     "steer show none.safetensors": refused("steer show {d}/none.safetensors"),

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from shell import Shell, refusal
 
-from kvpolicy.cli.plan_suggest import parse_bytes
+from kvpolicy.cli.options import parse_bytes
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.tasks.task import load_task
 from kvpolicy.model.loading import load_model
 
 GIVEN = ("--length", 100, "--memory", "60kB")
@@ -145,6 +146,17 @@ def test_what_is_no_number_of_bytes_is_refused(text: str) -> None:
         (("--length", 100), "--memory"),
         (("--memory", "1GB"), "--length"),
         ((*GIVEN, "--slots", 0), "--slots"),
+        (("--length", 100, "--quality", 0), "--quality"),
+        (("--length", 100, "--quality", 1.01), "--quality"),
+        (("--length", 100, "--quality", "nan"), "--quality"),
+        (("--length", 8, "--quality", 0.9), "--length"),
+        (("--length", 100, "--quality", 0.9, "--budget", 8), "--budget"),
+        (("--length", 100, "--quality", 0.9, "--policy", "h2o", "--policies", "h2o"), "--policies"),
+        (("--length", 100, "--quality", 0.9, "--policies", "h2oo"), "no policy is named 'h2oo'"),
+        (("--length", 100, "--quality", 0.9, "--policies", "full"), "full evicts nothing"),
+        (("--length", 100, "--quality", 0.9, "--of", "none.txt"), "none.txt"),
+        (("--length", 999, "--quality", 0.9), "the model has positions for 512"),
+        ((*GIVEN, "--passages", 3), "--quality"),
         ((*GIVEN, "--keep", 101), "--keep"),
         ((*GIVEN, "--policy", "rkvv"), "--policy rkvv: no policy is named 'rkvv'"),
         ((*GIVEN, "--budget", 4), "--budget 4 gives layer 0 a budget of 4"),
@@ -157,6 +169,49 @@ def test_wrong_options_get_one_sentence(
     kvpolicy: Shell, bare: Path, words: tuple[object, ...], sentence: str
 ) -> None:
     assert sentence in refusal(kvpolicy("plan", "suggest", *words, "--model", bare))
+
+
+@pytest.fixture
+def chains(tmp_path: Path) -> Path:
+    """A text that the tokenizer of the model knows."""
+    examples = load_task("reasoner").examples(12, seed=3, split="train")
+    text = tmp_path / "chains.txt"
+    text.write_text("\n\n".join(" ".join(f"{e.prompt} {e.reference}".split()) for e in examples))
+    return text
+
+
+@pytest.mark.needs_reasoner
+@pytest.mark.slow
+def test_the_least_budget_that_keeps_the_quality_is_suggested(
+    kvpolicy: Shell, model_folder: Path, chains: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "plan.toml"
+    words = ("plan", "suggest", "--model", model_folder, "--length", 120, "--of", chains)
+    words = (*words, "--policies", "h2o,streaming", "--passages", 2)
+    answer = kvpolicy(*words, "--quality", 0.4, "--output", output, "--json")
+    assert answer.status == 0, answer.err
+    found, suggested = answer.json["quality"], answer.json["suggested"]
+    assert (found["wanted"], found["passages"], answer.json["memory"]) == (0.4, 2, None)
+    assert answer.json["alternatives"] == []
+    passing = [one for one in found["measured"] if one["match"]["value"] >= 0.4]
+    least = min(passing, key=lambda one: (one["budget"], one["output_error"]))
+    assert [layer["budget"] for layer in suggested["layers"]] == [least["budget"]] * 2
+    assert suggested["layers"][0]["stack"][0]["policy"] == least["policy"]
+    assert least["bytes_per_slot"] == suggested["bytes_per_slot"]
+    shown = kvpolicy("plan", "show", output, "--model", model_folder, "--tokens", 120, "--json")
+    assert shown.json["digest"] == suggested["digest"]
+    assert shown.json["bytes_per_slot"] == suggested["bytes_per_slot"]
+    # With a memory, the same budget for as many slots as fit.
+    printed = kvpolicy(*words, "--quality", 0.4, "--memory", "100kB")
+    assert f"budget {least['budget']:,} rows" in printed.words
+    (chosen,) = [line for line in printed.out.splitlines() if line.endswith("chosen")]
+    assert chosen.split()[:2] == [least["policy"], str(least["budget"])]
+    # The full cache's tokens, all of them, are more than anything that evicts has.
+    most = max(found["measured"], key=lambda one: one["match"]["value"])
+    assert most["match"]["value"] < 1
+    unreachable = refusal(kvpolicy(*words, "--quality", 1))
+    assert "--quality 1" in unreachable
+    assert f"{most['policy']} with {most['budget']:,} rows" in unreachable
 
 
 def test_an_existing_file_is_kept(kvpolicy: Shell, bare: Path, tmp_path: Path) -> None:

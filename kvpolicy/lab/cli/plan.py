@@ -48,9 +48,9 @@ from kvpolicy.cli.output import (
     print_lines,
     terminal_width,
 )
-from kvpolicy.cli.plan_suggest import suggest
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.lab.cli.plan_suggest import suggest
 
 if TYPE_CHECKING:
     from kvpolicy.engine.memory.footprint import Footprint, LayerFootprint
@@ -199,10 +199,11 @@ def schema() -> None:
 
 
 app.command(
-    short_help="Suggest the budget, buffer and slots that fit into a memory.",
+    short_help="Suggest the budget, buffer and slots that fit into a memory, or keep a quality.",
     epilog=examples(
         "kvpolicy plan suggest --model Qwen/Qwen3-0.6B --length 8192 --memory 8GiB",
         "kvpolicy plan suggest --length 1024 --memory 4MB --slots 8 --policy h2o",
+        "kvpolicy plan suggest --model smollm2 --length 1024 --quality 0.9",
     ),
 )(suggest)
 
