@@ -448,7 +448,8 @@ class Checks:
         return [test for test, of in ON_RAY.items() if of_all or self._change.touches(test, of)]
 
     def real_model(self, gate: Gate) -> None:
-        """Install a pretrained model as a user does, and compare its tokens with transformers'."""
+        """Install a pretrained model by pip, as a user does, and compare tokens with `generate`."""
+        self._run_uv("pip", "install", "-q", "--python", self._dev / "python", "pip")
         env = {"KVPOLICY_CACHE": str(gate.work / "models")}
         gate.run(self._dev / "kvpolicy", "models", "install", "smollm2", env=env)
         call = self._pytest(self._dev, "-m", "")
