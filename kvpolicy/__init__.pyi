@@ -67,6 +67,7 @@ from kvpolicy.plan.resolved import LayerPlan as LayerPlan
 from kvpolicy.plan.resolved import ResolvedPlan as ResolvedPlan
 from kvpolicy.plan.spec import LayerGroup as LayerGroup
 from kvpolicy.plan.spec import PolicySpec as PolicySpec
+from kvpolicy.plan.spec import RowFormats as RowFormats
 from kvpolicy.plan.toml import Override as Override
 from kvpolicy.state import Bound as Bound
 from kvpolicy.state import LayerWeights as LayerWeights
