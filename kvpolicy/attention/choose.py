@@ -15,7 +15,7 @@ def backend_for(
 
     Args:
         device: The device.
-        dtype: Precision of the keys.
+        dtype: Precision of the keys as they are stored.
         in_graph: Whether decode steps are traced or captured, so that they must be an operator.
         once: Whether there is one step only: to load Numba would take longer than it saves.
     """
@@ -27,7 +27,7 @@ def backend_for(
         from kvpolicy.attention.triton_backend.backend import TritonBackend
 
         return TritonBackend()
-    if dtype == torch.float32 and HAS_NUMBA and not once:
+    if dtype in (torch.float32, torch.uint8) and HAS_NUMBA and not once:
         from kvpolicy.attention.numba_backend.backend import NumbaBackend
 
         return NumbaBackend()

@@ -149,6 +149,17 @@ def test_a_policy_cache_holds_integers() -> None:
     assert found[0, len(PROMPTS[0]) :].tolist() == list(result.tokens)
 
 
+@pytest.mark.parametrize("rows", [INT8, {"values": "int4"}], ids=str)
+def test_static_steps_of_16_bits_equal_eager_ones(rows: Any) -> None:
+    found = []
+    for eager in (False, True):
+        plan = PLANS["queries"](rows=rows)
+        engine = Engine(tiny_model(dtype=torch.bfloat16), None, plan, slots=2, eager=eager)
+        requests = [Request(one, 20, stop_ids=()) for one in PROMPTS]
+        found.append([one.tokens for one in engine.generate(requests).results()])
+    assert found[0] == found[1]
+
+
 # Bytes
 
 WANTED = {  # of a row and head of 64 channels, keys and values

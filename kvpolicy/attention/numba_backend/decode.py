@@ -36,10 +36,10 @@ _NO_BOUNDS = np.empty((0, 0), dtype=np.int64)
 _NO_SINKS = np.empty(0, dtype=np.float32)
 
 # Sums may be reordered, which vector instructions need. Infinities and NaN keep their meaning.
-_FASTMATH = {"contract", "reassoc", "arcp", "nsz"}
+FASTMATH = {"contract", "reassoc", "arcp", "nsz"}
 
 
-@njit(fastmath=_FASTMATH, error_model="numpy")
+@njit(fastmath=FASTMATH, error_model="numpy")
 def _exp(numbers, most, powers):
     """Replace numbers by ``exp(number - most)``, which is at most 1, with vector instructions.
 
@@ -63,34 +63,15 @@ def _exp(numbers, most, powers):
         numbers[i] = (y * r * r + r + np.float32(1)) * two[i]
 
 
-@njit(fastmath=_FASTMATH, error_model="numpy")
-def _attend(
-    query,
-    keys,
-    values,
-    sums,
-    squares,
-    squares_logit,
-    squares_logit2,
-    sinks,
-    scaling,
-    softcap,
-    output,
-):
-    """Attend from the heads of a group, ``[G, D]``, to the rows of their KV head, ``[T, D]``.
+@njit(fastmath=FASTMATH, error_model="numpy")
+def weigh(weights, sums, squares, squares_logit, squares_logit2, sinks, softcap):
+    """Make weights of the logits of a group, ``[G, T]``, in place, and accumulate them.
 
     Accumulators that are not wanted are empty, the others ``[T]``.
     """
-    (group, dim), num_rows = query.shape, keys.shape[0]
-    weights = np.empty((group, num_rows), np.float32)
+    group, num_rows = weights.shape
     # What the softmax reads, for accumulators that need it.
     read = np.empty(max(squares_logit.shape[0], squares_logit2.shape[0]), np.float32)
-    for row in range(num_rows):
-        for member in range(group):
-            logit = np.float32(0)
-            for i in range(dim):
-                logit += query[member, i] * keys[row, i]
-            weights[member, row] = logit * scaling
     powers = np.empty(num_rows, np.int32)
     for member in range(group):
         logits = weights[member]
@@ -116,6 +97,35 @@ def _attend(
             squares_logit[row] += logits[row] * logits[row] * read[row]
         for row in range(squares_logit2.shape[0]):
             squares_logit2[row] += logits[row] * logits[row] * read[row] * read[row]
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _attend(
+    query,
+    keys,
+    values,
+    sums,
+    squares,
+    squares_logit,
+    squares_logit2,
+    sinks,
+    scaling,
+    softcap,
+    output,
+):
+    """Attend from the heads of a group, ``[G, D]``, to the rows of their KV head, ``[T, D]``.
+
+    Accumulators that are not wanted are empty, the others ``[T]``.
+    """
+    (group, dim), num_rows = query.shape, keys.shape[0]
+    weights = np.empty((group, num_rows), np.float32)
+    for row in range(num_rows):
+        for member in range(group):
+            logit = np.float32(0)
+            for i in range(dim):
+                logit += query[member, i] * keys[row, i]
+            weights[member, row] = logit * scaling
+    weigh(weights, sums, squares, squares_logit, squares_logit2, sinks, softcap)
     output[:] = 0
     for row in range(num_rows):
         for member in range(group):
@@ -134,12 +144,12 @@ _SIGNATURE = (
 
 
 @njit(error_model="numpy")
-def _cut(track, slot, head, first, end):
+def cut(track, slot, head, first, end):
     """The numbers of some rows, ``[T]``, or none if the track is not wanted."""
     return track[slot, head, first:end] if track.shape[0] else track[:, 0, 0]
 
 
-@njit(_SIGNATURE, parallel=True, cache=True, fastmath=_FASTMATH, error_model="numpy")
+@njit(_SIGNATURE, parallel=True, cache=True, fastmath=FASTMATH, error_model="numpy")
 def _decode(
     query,
     key,
@@ -192,10 +202,10 @@ def _decode(
                 queries,
                 keys[slot, at, first:end],
                 values[slot, at, first:end],
-                _cut(sums, slot, at, first, end),
-                _cut(squares, slot, at, first, end),
-                _cut(squares_logit, slot, at, first, end),
-                _cut(squares_logit2, slot, at, first, end),
+                cut(sums, slot, at, first, end),
+                cut(squares, slot, at, first, end),
+                cut(squares_logit, slot, at, first, end),
+                cut(squares_logit2, slot, at, first, end),
                 sinks[head * group : (head + 1) * group],
                 scaling,
                 softcap,
@@ -217,7 +227,12 @@ def _array(slab: Tensor, one_head: bool) -> np.ndarray:
 
 
 class NumbaLayer:
-    """Decode attention in one layer, in fp32; its tensors are turned into arrays once."""
+    """Decode attention in one layer, in fp32; its tensors are turned into arrays once.
+
+    New rows in another precision, which may be stored in integers, are left to torch.
+    """
+
+    kernel = staticmethod(_decode)
 
     def __init__(self, layer: DecodeLayer) -> None:
         """Take the tensors of a layer."""
@@ -240,6 +255,11 @@ class NumbaLayer:
         ]
         self._rows = layer.rows.numpy()
 
+    def more(self, head_dim: int) -> list[int]:
+        """What the kernel is told of the layer beside its arrays, for heads of so many channels."""
+        del head_dim
+        return []
+
     def __call__(
         self,
         query: Tensor,
@@ -252,7 +272,7 @@ class NumbaLayer:
     ) -> Tensor:
         """Store one new row in every slot, and attend to the rows that it holds, see `Decode`."""
         layer, rows = self._layer, self._rows
-        if os.getpid() != _process:
+        if os.getpid() != _process or key.dtype != torch.float32:
             return store_and_attend(
                 layer, query, key, value, scaling=scaling, softcap=softcap, sinks=sinks
             )
@@ -260,11 +280,12 @@ class NumbaLayer:
             rows = drop_oldest(layer).numpy()
         output = torch.empty(query.shape)
         numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-        _decode(
+        self.kernel(
             query.float().numpy(),
             key.numpy(),
             value.numpy(),
             *self._arrays,
+            *self.more(query.shape[2]),
             _NO_SINKS if sinks is None else sinks.detach().float().numpy(),
             rows,
             scaling,

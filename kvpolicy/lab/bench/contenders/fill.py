@@ -92,8 +92,8 @@ def _fill_layer(
     rng = torch.Generator().manual_seed(seed + layer_idx)
     size = (layer.shape.num_kv_heads, max(num_rows.values()), layer.shape.head_dim)
     drawn = [
-        (slab, _random_rows(size, slab.dtype, slab.device, rng))
-        for slab in (layer.keys, layer.values)
+        (one.slab, one.encode(_random_rows(size, layer.shape.dtype, layer.shape.device, rng)))
+        for one in (layer.store.keys, layer.store.values)
     ]
     for slot, num in num_rows.items():
         # Rows of a sliding window are the newest, without gaps.
