@@ -79,6 +79,7 @@ class KVCache:
         self.capacity = counts.capacity
         layouts = compose(shapes, slabs, self.counts)
         self.layout_of, self.layouts = layouts, list(dict.fromkeys(layouts))
+        self._layout_places = np.array([self.layouts.index(one) for one in layouts])
         # Layers without rows are among them; nobody asks these for rows.
         self.layers: list[LayerCache] = []
         self.arenas: list[Arena] = []
@@ -112,9 +113,9 @@ class KVCache:
         """
         chosen = np.asarray(slots)
         of_each = np.broadcast_to(layers, chosen.shape)
-        fullest = np.empty_like(chosen)
-        for layout in self.layouts:
-            own = np.isin(of_each, layout.layers)
+        fullest, layouts = np.empty_like(chosen), self._layout_places[of_each]
+        for place, layout in enumerate(self.layouts):
+            own = layouts == place
             if own.any():
                 fullest[own] = cast(RowLayout, layout).fullest(of_each[own], chosen[own])
         return fullest - self.prompt_rows[of_each, chosen]

@@ -139,8 +139,13 @@ class Evictor:
         due &= np.array([seq.finish_reason is None for seq in new])
         if not due.any():
             return
-        for index in np.flatnonzero(due.any(axis=0)).tolist():
-            self.note_peak(new[index])
+        # From here on only about these: in most steps they are few of many.
+        chosen = np.flatnonzero(due.any(axis=0))
+        new = [new[index] for index in chosen.tolist()]
+        slots = [seq.slot for seq in new]
+        due, budgets = due[:, chosen], budgets[:, chosen]
+        for seq in new:
+            self.note_peak(seq)
         places = [(layer_idx, slots[index]) for layer_idx, index in np.argwhere(due).tolist()]
         cache.drop_unseen(places, self._make_rows)
         due &= cache.num_candidates(slots) > budgets
@@ -148,25 +153,20 @@ class Evictor:
             one.before_eviction(new, due)
         for index in np.flatnonzero(due.any(axis=0)).tolist():
             new[index].compactions += 1
-        before = cache.rows.copy()
+        before = cache.rows[:, slots]
         self.compact(
-            DueSlot(
-                layer_idx,
-                new[index],
-                self._stacks[layer_idx],
-                int(budgets[layer_idx, index]),
+            DueSlot(layer_idx, new[index], self._stacks[layer_idx], int(budget))
+            for (layer_idx, index), budget in zip(
+                np.argwhere(due).tolist(), budgets[due].tolist(), strict=True
             )
-            for layer_idx, index in np.argwhere(due).tolist()
         )
-        num_evicted = before - cache.rows
-        for seq, num_rows in zip(new, num_evicted.sum(axis=0)[slots].tolist(), strict=True):
-            seq.rows_evicted += num_rows
-        self.num_compactions += int(np.count_nonzero(num_evicted))
-        for index in np.flatnonzero(due.any(axis=0)).tolist():
-            seq = new[index]
+        evicted = before - cache.rows[:, slots]
+        self.num_compactions += int(np.count_nonzero(evicted))
+        for seq, num_rows, in_layers in zip(new, evicted.T, due.T, strict=True):
+            seq.rows_evicted += int(num_rows.sum())
             # Its newest token, which it has not seen, is not read yet.
-            if seq.finish_reason is None and seq.num_tokens == seq.looked_at:
-                self._ahead[seq] = num_evicted[:, seq.slot]
+            if in_layers.any() and seq.finish_reason is None and seq.num_tokens == seq.looked_at:
+                self._ahead[seq] = num_rows
 
     def compact(self, due: abc.Iterable[DueSlot]) -> None:
         """Compact slots.
@@ -187,7 +187,7 @@ class Evictor:
         fullest = self._cache.fullest(layers, slots).tolist()
         seq_len = self._cache.seq_len[slots].tolist()
         treated: dict[int, tuple[object, int]] = {}  # of each layer
-        groups: dict[tuple[object, int], list[DueSlot]] = defaultdict(list)
+        groups: dict[tuple[int, tuple[object, ...]], list[list[DueSlot]]] = defaultdict(list)
         for one, num_rows, most, seen in zip(due, candidates, fullest, seq_len, strict=True):
             if num_rows > one.budget:
                 if one.layer_idx not in treated:
@@ -196,8 +196,12 @@ class Evictor:
                 # Hooks see no padding: sequences with equally many rows and stored queries are
                 # compacted together.
                 alike = num_rows, min(seen, window_size), self._extensions.together(one)
-                groups[(key, one.budget, *alike), most].append(one)
-        for (_, most), group in groups.items():
+                group = groups[most, (key, one.budget, *alike)]
+                if group and group[-1][0].layer_idx == one.layer_idx:
+                    group[-1].append(one)
+                else:
+                    group.append([one])
+        for (most, _), group in groups.items():
             for call in self._calls(group, most):
                 self._compact(call)
 
@@ -298,23 +302,27 @@ class Evictor:
         alike = layer.softmax.softcap, id(layer.softmax.sinks)
         return id(layer.arena), id(due.stack), alike
 
-    def _calls(self, group: list[DueSlot], num_rows: int) -> abc.Iterator[list[DueSlot]]:
-        """Divide a group between layers, so that no call is too large; a head has so many rows."""
-        row_bytes = self._cache.layers[group[0].layer_idx].shape.row_bytes
+    def _calls(
+        self, layers: list[list[DueSlot]], num_rows: int
+    ) -> abc.Iterator[list[list[DueSlot]]]:
+        """Divide layers, so that no call is too large; a head has so many rows."""
+        row_bytes = self._cache.layers[layers[0][0].layer_idx].shape.row_bytes
         most = self.call_bytes // (num_rows * row_bytes)
-        call: list[DueSlot] = []
-        for layer in _by_layer(group):
-            if call and len(call) + len(layer) > most:
+        call: list[list[DueSlot]] = []
+        size = 0
+        for layer in layers:
+            if call and size + len(layer) > most:
                 yield call
-                call = []
-            call = call + layer
+                call, size = [], 0
+            call.append(layer)
+            size += len(layer)
         yield call
 
     # A call of the hooks
 
-    def _compact(self, due: list[DueSlot]) -> None:
+    def _compact(self, layers: list[list[DueSlot]]) -> None:
         """Compact slots, layer by layer if the layers together fail."""
-        layers = _by_layer(_going_on(due))
+        layers = [going for layer in layers if (going := _going_on(layer))]
         if len(layers) > 1 and self._compact_together(layers):
             return
         for layer in layers:
@@ -379,14 +387,17 @@ class Evictor:
         """Keeps the answers to hook calls for these slots; ``None``: they are checked at once."""
         if not self.defers or due[0].stack.is_recorded:
             return None
-        concerned, start = [], 0
-        for layer in _by_layer(due):
-            entries = slice(start, start + len(layer))
-            covering = partial(self._covering, layer)
-            concerned.append(Concerned(layer[0].layer_idx, entries, covering))
-            start += len(layer)
-        self._late.append(LateChecks(concerned))
+        self._late.append(LateChecks(partial(self._concerned, due)))
         return self._late[-1]
+
+    def _concerned(self, due: list[DueSlot]) -> abc.Iterator[Concerned]:
+        """The layers of a call, each with its slots."""
+        start = 0
+        for layer_idx, slots in groupby(due, key=lambda one: one.layer_idx):
+            layer = list(slots)
+            entries = slice(start, start + len(layer))
+            yield Concerned(layer_idx, entries, partial(self._covering, layer))
+            start += len(layer)
 
     @contextmanager
     def _covering(self, due: list[DueSlot], call: Compaction | None = None) -> abc.Iterator[None]:
@@ -472,7 +483,3 @@ def _spares_others(one: Compaction, error: HookError) -> bool:
     assert one.keep is not None, "they were chosen"
     has_answered = isinstance(error, HookResultError)
     return has_answered and evict_check(one.rows, one.keep, others)(True) is None
-
-
-def _by_layer(due: abc.Iterable[DueSlot]) -> list[list[DueSlot]]:
-    return [list(one) for _, one in groupby(due, key=lambda one: one.layer_idx)]

@@ -61,11 +61,10 @@ def top_rows(scores: Tensor, budget: int) -> Tensor:
         return rows.contiguous()
     # Selecting the least score that stays takes less time than sorting: several times on a CPU.
     least = scores.topk(budget, dim=2, sorted=False).values.amin(dim=2, keepdim=True)
-    above, equal = scores > least, scores == least
-    num_equal = budget - above.sum(dim=2, keepdim=True)
-    older = equal.sum(dim=2, keepdim=True) - num_equal  # of the equal ones, those that go
-    stays = above | (equal & (equal.cumsum(dim=2) > older))
-    # The n-th row that stays is written to place n, and those that go behind the last place.
-    places = torch.where(stays, stays.cumsum(dim=2) - 1, budget)
+    enough, equal = scores >= least, scores == least
+    older = enough.sum(dim=2, keepdim=True) - budget  # of the equal ones, those that go
+    stays = enough ^ (equal & (equal.cumsum(dim=2) <= older))
+    # The n-th row that stays is written to place n, counted from 1, and those that go to place 0.
+    places = stays.cumsum(dim=2) * stays
     kept = rows.new_zeros(*scores.shape[:2], budget + 1)
-    return kept.scatter_(2, places, rows)[:, :, :budget].contiguous()
+    return kept.scatter_(2, places, rows)[:, :, 1:].contiguous()

@@ -6,7 +6,7 @@ are read anyway; only where one is raised are the answers checked one by one, so
 names what it would have named at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 
@@ -40,10 +40,10 @@ class LateChecks:
     """The answers of one compaction that wait for their check.
 
     Attributes:
-        concerned: The layers that were asked.
+        concerned: Tells which layers were asked; called only to blame.
     """
 
-    concerned: Sequence[Concerned]
+    concerned: Callable[[], Iterable[Concerned]]
     _flags: list[Tensor] = attrs.field(factory=list, init=False)
     _rechecks: list[Recheck] = attrs.field(factory=list, init=False)
 
@@ -68,7 +68,7 @@ class LateChecks:
         Raises:
             HookResultError: Values are invalid; raised in the scope of their sequences.
         """
-        for one in self.concerned:
+        for one in self.concerned():
             with one.scope():
                 for recheck in self._rechecks:
                     recheck(one.layer_idx, one.entries)

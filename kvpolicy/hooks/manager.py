@@ -182,13 +182,14 @@ class HookManager:
             raise  # an error of a part names that part
         except BaseException as error:
             raise self._error(hook, layer_idx, call, error) from error
-        problem = None if optional and answer is None else _validate(now, answer)
+        is_right = (optional and answer is None) or _is_default(call)
+        problem = None if is_right else _validate(now, answer)
         if problem is not None:
             culprit = _culprit(call, lambda own: _validate(now, own))
             raise self._result_error(hook, layer_idx, culprit, problem)
         if call.change is not None:
             raise self._result_error(hook, layer_idx, *call.change)
-        if late is not None and isinstance(check, ValueCheck):
+        if not is_right and late is not None and isinstance(check, ValueCheck):
             self._check_later(hook, call, answer, check, late)
         return answer
 
@@ -242,6 +243,11 @@ class HookManager:
 
     def _name(self, impl: pluggy.HookImpl | None) -> str:
         return "/".join(self.names) if impl is None else impl.plugin_name
+
+
+def _is_default(call: HookCall) -> bool:
+    """Whether the answer is that of the defaults: it is right, and launches nothing to show it."""
+    return bool(call.answers) and isinstance(call.answers[-1][0].plugin, Defaults)
 
 
 def _culprit(call: HookCall, problem_of: Check) -> pluggy.HookImpl | None:

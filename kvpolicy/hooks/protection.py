@@ -20,13 +20,16 @@ def protected_rows(
         Bool ``[B, H_kv, T]``; of rows that only ``answers`` name, the newest that fit beside the
         declared ones. ``None``: no row is protected.
     """
-    declared = _declared(positions, first, newest)
+    if not (first or newest or answers):
+        return None
+    present = positions >= 0  # heads that share their rows may have none in the first columns
+    declared = _declared(positions, first, newest, present)
     if not answers:
         return declared
     wanted = answers[0]
     for answer in answers[1:]:
         wanted = wanted | answer
-    wanted = wanted & (positions >= 0)
+    wanted = wanted & present
     if declared is not None:
         wanted = wanted & ~declared
     room: int | Tensor = budget
@@ -37,10 +40,9 @@ def protected_rows(
     return fitting if declared is None else fitting | declared
 
 
-def _declared(positions: Tensor, first: int, newest: int) -> Tensor | None:
+def _declared(positions: Tensor, first: int, newest: int, present: Tensor) -> Tensor | None:
     if not first and not newest:
         return None
     num_rows = positions.shape[2]
     rows = torch.arange(num_rows, device=positions.device) >= num_rows - newest
-    # Heads that share their rows may have none in the first columns.
-    return ((positions < first) | rows) & (positions >= 0)
+    return ((positions < first) | rows if first else rows) & present

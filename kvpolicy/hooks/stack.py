@@ -563,7 +563,8 @@ class Stack:
 
         parts = {key: [caller(part) for part in parts] for key, parts in self._parts.items()}
         own = {"tracks": rows.tracks.within(self._prefix), "parts": Parts(parts)}
-        check = checks.scores_check(rows.positions.shape, rows.positions.device)
+        positions: Tensor = arguments["positions"]  # those of the rows, which may be a new copy
+        check = checks.scores_check(positions.shape, positions.device)
         scores: Tensor = self._manager.ask("score", layer_idx, check, late=late, **arguments | own)
         return scores.float()
 

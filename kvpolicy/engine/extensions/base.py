@@ -207,7 +207,7 @@ class Extensions:
 
     def together(self, due: DueSlot) -> abc.Hashable:
         """See `Extension.together`."""
-        return tuple(one.together(due) for one in self._dividing)
+        return tuple([one.together(due) for one in self._dividing])
 
     def arguments(self, due: abc.Sequence[DueSlot]) -> dict[str, Any]:
         """See `Extension.arguments`."""
