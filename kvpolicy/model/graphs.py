@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.devices import HAS_TRITON
-from kvpolicy.errors import error_summary
+from kvpolicy.errors import KVPolicyError, error_summary
 from kvpolicy.model.fused.record import NotRecordableError, record
 from kvpolicy.model.fused.rewrite import Counts, fuse
 from kvpolicy.model.static_forward import Compiled, StaticForward, module_of
@@ -188,7 +188,9 @@ class GraphRunner:
                 for tensor in tensors.values()
                 if tensor is not None
             ]
-        except RuntimeError as error:  # of CUDA, of Triton's compiler, of kernels that wait
+        except KVPolicyError:
+            raise  # of a policy, or of a model that cannot be compiled
+        except Exception as error:  # of CUDA, of Triton's compiler, of a cache on a full disk
             self.problem = f"a step cannot be captured: {error_summary(error)}"
             self._graphs.clear()
 

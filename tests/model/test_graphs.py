@@ -40,11 +40,11 @@ class Recorder:
     widths: list[int] = attrs.field(factory=list)
     num_replays: int = 0
     fails_at: int | None = None
+    error: Exception | None = None
 
     def __call__(self, run: Callable[[], Output]) -> Graph:
-        if len(self.widths) == self.fails_at:
-            msg = "operation not permitted when stream is capturing"
-            raise RuntimeError(msg)
+        if len(self.widths) == self.fails_at and self.error is not None:
+            raise self.error
         assert self.step is not None
         width, drawn_by = self.step.width, self.step.drawn_by
         self.widths.append(width)
@@ -206,23 +206,30 @@ def test_weights_at_another_address_are_captured_again(recorder: Recorder) -> No
     assert recorder.widths == [5, 5, 5]
 
 
+class CompilationError(Exception):
+    """Like that of Triton, which is no `RuntimeError`."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("operation not permitted when stream is capturing"),
+        CompilationError("at 1:0"),
+        OSError("No space left on device"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_a_step_that_cannot_be_captured_runs_without(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    error: Exception, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorder.fails_at = 1
+    recorder.fails_at, recorder.error = 1, error
     run = Engine(tiny_model(), plan=PLAN, slots=5).generate(requests())
     replayed = [result.tokens for result in run.results()]
     assert recorder.widths == [5]
-    assert run.report.path == (
-        "static, without graphs: a step cannot be captured: RuntimeError: operation not "
-        "permitted when stream is capturing"
-    )
+    reason = f"a step cannot be captured: {type(error).__name__}: {error}"
+    assert run.report.path == f"static, without graphs: {reason}"
     monkeypatch.undo()
     assert replayed == tokens(requests())
-
-
-class CompilationError(Exception):
-    """Like that of Triton, which is no `RuntimeError`."""
 
 
 @pytest.mark.parametrize("problem", ["other numbers", "no kernel"])
