@@ -64,7 +64,7 @@ def assert_same(first: dict[str, Any], second: dict[str, Any], alone: dict[str, 
 @pytest.mark.slow
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    "case", [*(name for name in NAMES if name not in BINDING), "prefill_buffer"]
+    "case", [*(name for name in NAMES if name not in BINDING), "prefill_buffer", "integers"]
 )
 def test_two_ranks_equal_one_process(
     case: str, models: Path, rank_results: list[dict[str, Any]]

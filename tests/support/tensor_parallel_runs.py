@@ -105,7 +105,9 @@ def cases() -> dict[str, tuple[str, dict[str, Any]]]:
         plan = {"stack": stack} if name == "full" else {"stack": stack, "budget": 12, "buffer": 5}
         found[name] = ("llama", plan)
     larger = {"stack": ["h2o"], "budget": 12, "buffer": 5, "prefill_buffer": 9}
-    return found | {"prefill_buffer": ("llama", larger)}
+    rows = {"keys": "int8", "values": "int4"}
+    integers = {"stack": ["h2o", "merge"], "budget": 12, "buffer": 5, "rows": rows}
+    return found | {"prefill_buffer": ("llama", larger), "integers": ("llama", integers)}
 
 
 def family_cases() -> dict[str, tuple[str, dict[str, Any]]]:
