@@ -27,7 +27,7 @@ NUM_SINKS = 4
 DISTANCES = (0, 16, 64, 256, 1024, 4096)
 
 # The weights of so many bytes are computed at a time.
-_BLOCK_BYTES = 32 << 20
+_BLOCK_BYTES = 8 << 20
 
 
 @attrs.frozen
