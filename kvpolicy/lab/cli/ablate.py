@@ -52,7 +52,7 @@ from kvpolicy.lab.cli import options
 if TYPE_CHECKING:
     from kvpolicy.lab.store.records import Sample
     from kvpolicy.lab.store.store import Store
-    from kvpolicy.lab.sweep.grid import Cell, Sweep
+    from kvpolicy.lab.sweep.grid import Cell, EvalSetting, Sweep
     from kvpolicy.lab.sweep.jobs import Executor
     from kvpolicy.lab.sweep.publish import Panel
     from kvpolicy.lab.sweep.runner import CellDone, CellProgress
@@ -289,11 +289,18 @@ def _chats(sweep: "Sweep") -> list[str]:
     """Which models get the questions of a task in their chat template."""
     found = (
         f"questions of {setting.task.name} are put into the chat template of "
-        f"{Path(setting.model.name).name}; chat=false in the task's options leaves it out."
+        f"{Path(setting.model.name).name}{_without_chat(setting)}."
         for setting in sweep.settings
         if any(example.message is not None for example in setting.examples)
     )
     return list(dict.fromkeys(found))
+
+
+def _without_chat(setting: "EvalSetting") -> str:
+    """How to leave the template out; a task with system prompts has none without it."""
+    if any(example.system is not None for example in setting.examples):
+        return ""
+    return "; chat=false in the task's options leaves it out"
 
 
 def _no_effects(sweep: "Sweep") -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from shell import Shell, refusal
+from tiny import r1_tokenizer, tiny_model
 
 from kvpolicy.cli.app import run
 from kvpolicy.lab.store.read import read_run
@@ -249,6 +250,18 @@ def test_which_questions_are_put_into_a_chat_template_is_told(
     words = ("ablate", "--policies", "full", "--dry-run", "--task")
     assert "chat=false" in kvpolicy(*words, "asked.jsonl").err
     assert "chat" not in kvpolicy(*words, "asked.jsonl:chat=false").err
+
+
+def test_a_system_prompt_cannot_be_asked_without_a_chat(kvpolicy: Shell, tmp_path: Path) -> None:
+    tokenizer = r1_tokenizer()
+    tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }}{% endfor %}"
+    tiny_model("llama", vocab=len(tokenizer)).save_pretrained(tmp_path / "chat")
+    tokenizer.save_pretrained(tmp_path / "chat")
+    words = ("ablate", "--policies", "full", "--dry-run", "--model", tmp_path / "chat", "--n", 2)
+    answer = kvpolicy(*words, "--task", "instructions:text_tokens=0")
+    assert answer.status == 0, answer.err
+    assert "chat template" in answer.err
+    assert "chat=false" not in answer.err
 
 
 @pytest.mark.slow
