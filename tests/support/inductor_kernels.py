@@ -1,7 +1,7 @@
 """Which kernels does Inductor make of a decode step for a GPU? Counted without one.
 
-    python docs/benchmarks/inductor.py                           # two minutes
-    python docs/benchmarks/inductor.py --layers 1 2 --code step.py
+    python tests/support/inductor_kernels.py                           # two minutes
+    python tests/support/inductor_kernels.py --layers 1 2 --code step.py
 
 A step of the shape of Qwen3-8B in bf16, with fewer layers, is recorded as for `kvpolicy bench
 --launches`, and goes the way of `torch.compile` after Dynamo: AOTAutograd, and Inductor's passes,
