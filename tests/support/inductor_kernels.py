@@ -12,6 +12,7 @@ names elsewhere.
 
 import argparse
 import re
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -169,8 +170,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8704, help="rows of a slab")
     parser.add_argument("--code", type=Path, help="a file for the code of the last step")
     args = parser.parse_args()
-    print("| layers | " + " | ".join(KINDS) + " | different ones of Triton | processor, s |")
-    print("|--:" * (len(KINDS) + 3) + "|")
+    headings = ["layers", *KINDS, "different ones of Triton", "processor, s"]
+    sys.stdout.write(f"| {' | '.join(headings)} |\n{'|--:' * len(headings)}|\n")
     for layers in args.layers:
         recording = recorded(layers, args.batch, args.rows)
         start = time.process_time()
@@ -179,7 +180,8 @@ def main() -> None:
         calls = code[code.index("def call(") :]
         counts = [len(re.findall(pattern, calls)) for pattern in KINDS.values()]
         different = len(set(re.findall(r"\b(triton_\w+)\.run\(", calls)))
-        print("| " + " | ".join(map(str, [layers, *counts, different, round(seconds, 1)])) + " |")
+        cells = map(str, [layers, *counts, different, round(seconds, 1)])
+        sys.stdout.write(f"| {' | '.join(cells)} |\n")
     if args.code is not None:
         args.code.write_text(code, encoding="utf-8")
 
