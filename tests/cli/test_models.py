@@ -1,5 +1,6 @@
 """`kvpolicy models`: models in the wheels of other packages, found by entry point."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -61,10 +62,9 @@ def tiny(index: Path, tmp_path: Path, install: Install) -> ModelFromPip:
     return ModelFromPip(wheels, files)
 
 
-def described(kvpolicy: Shell) -> dict[str, object]:
-    (entry,) = (
-        one for one in kvpolicy("models", "list", "--json").json["models"] if one["name"] == "tiny"
-    )
+def described(kvpolicy: Shell, name: str = "tiny") -> dict[str, object]:
+    models = kvpolicy("models", "list", "--json").json["models"]
+    (entry,) = (one for one in models if one["name"] == name)
     return entry
 
 
@@ -160,6 +160,36 @@ def test_broken_package_is_listed_with_its_problem(install: Install, kvpolicy: S
     install("broken_models", points, broken_models="def model():\n    return 'folder'\n")
     assert "ModelFromPip" in str(described(kvpolicy)["problem"])
     assert "tiny" in refusal(kvpolicy("models", "path", "tiny"))
+
+
+ADAPTER = """
+from pathlib import Path
+from kvpolicy.model.installed import InstalledModel
+
+def adapter():
+    return InstalledModel(Path(__file__).parent / "adapter")
+"""
+
+
+@pip
+def test_with_an_adapter_the_model_that_it_is_added_to_is_installed(
+    tiny: ModelFromPip, install: Install, kvpolicy: Shell, tmp_path: Path
+) -> None:
+    points = {"kvpolicy.models": {"tuned": "tuned_models:adapter"}}
+    install("tuned_models", points, tuned_models=ADAPTER)
+    folder = tmp_path / "adapter"  # beside the module
+    folder.mkdir()
+    config = {"peft_type": "LORA", "base_model_name_or_path": "tiny", "r": 1, "lora_alpha": 1}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    before = described(kvpolicy, "tuned")
+    assert (before["base"], before["installed"]) == ("tiny", False)
+    assert before["num_bytes"] == tiny.num_bytes
+    answer = kvpolicy("models", "install", "tuned", "--json")
+    assert answer.status == 0, answer.err
+    assert answer.json["folder"] == str(folder)
+    assert "its own terms" in answer.err
+    assert described(kvpolicy, "tuned")["installed"]
+    assert described(kvpolicy)["installed"]
 
 
 def test_unknown_name_is_refused(kvpolicy: Shell) -> None:
