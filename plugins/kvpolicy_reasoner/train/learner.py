@@ -189,7 +189,7 @@ class StepLosses:
 
 
 class Learner:
-    """A model in training: float32 parameters, and a copy for the passes in the recipe's dtype."""
+    """A model in training: float32 parameters, and a copy in bfloat16 for the passes."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class Learner:
             for name, value in model.named_parameters()
             if value.requires_grad
         }
-        self.model = model.to(recipe.dtype)  # type: ignore[arg-type] # its self is lost
+        self.model = model.to(torch.bfloat16)  # type: ignore[arg-type] # its self is lost
         copies = dict(self.model.named_parameters())
         self._copies = [copies[name] for name in self.parameters]
         self.model.set_attn_implementation(register_training_attention())

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import attrs
-import torch
 from tokenizers import Encoding
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -41,7 +40,6 @@ class Recipe:
         min_tokens_per_step: Minimum tokens per step, so that the longest problem fits.
         tokens_per_step: Tokens per step, as for the bundled weights.
         evaluate_every_steps: Steps between two measurements of the accuracy.
-        dtype: Precision of the passes; bfloat16 is fast only where a CPU multiplies in it.
         check: Raises a `KVPolicyError` if what the training needs is not installed.
     """
 
@@ -56,7 +54,6 @@ class Recipe:
     min_tokens_per_step: int
     tokens_per_step: int = 8192
     evaluate_every_steps: int = 400
-    dtype: torch.dtype = torch.bfloat16
     check: Callable[[], None] = lambda: None
 
     @property
@@ -118,11 +115,10 @@ _RECIPES = {
         new_model=new_adapter,
         export=export_adapter,
         peak_lr=1e-3,
-        tokens=1_000_000,
+        tokens=2_000_000,
         min_tokens_per_step=1536,
         tokens_per_step=1536,
-        evaluate_every_steps=100,
-        dtype=torch.float32,
+        evaluate_every_steps=651,
         check=check_adapter,
     ),
 }
