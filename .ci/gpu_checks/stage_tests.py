@@ -1,7 +1,8 @@
 """Stage 2: tests of kernels and graphs, and those that take `--device`, on the card.
 
 Without a card, the tests run in Triton's interpreter; `tests/attention/test_compile.py` compiles
-all kernels for sm_90 in either case.
+all kernels for sm_90 in either case. Without Numba, which compiles for longer than the tests take,
+and whose attention is that of a CPU.
 """
 
 import os
@@ -17,7 +18,8 @@ from xml.etree import ElementTree
 import stage_report
 from stage_report import Report
 
-ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
 
 # Tests of what runs on cards only, or stands in for it; and folders with tests that take a device.
 ALL_OF = (
@@ -44,7 +46,8 @@ _SHOWN = 20  # failures
 def stage(report: Report) -> None:
     """Run the tests."""
     started = time.monotonic()
-    environment = dict(os.environ)
+    found_first = (str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(found_first)}
     if report.device == "cpu":
         environment["TRITON_INTERPRET"] = "1"
     with tempfile.TemporaryDirectory() as folder:
@@ -76,6 +79,7 @@ def pytest_command(device: str) -> list[str]:
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
         # Its warning is an error here.
         *("-p", "no:benchmark"),
+        *("-p", "without_numba"),
         *("-o", "addopts=--import-mode=importlib", "-m", "not slow and not nightly"),
         *("-n", str(processes), "--dist", "worksteal", "--device", device),
         # torch 2.11 warns of what it uses itself.

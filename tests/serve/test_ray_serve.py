@@ -18,7 +18,7 @@ import openai
 import pytest
 import torch
 from folders import save_tiny_model
-from sweeps_on_ray import PATIENCE_S, Nodes, needs_ray, running_nodes, wait_until
+from sweeps_on_ray import PATIENCE_S, Nodes, needs_ray, wait_until
 
 from kvpolicy import Engine, Plan
 from kvpolicy.engine.requests.request import Request, Sampling
@@ -117,12 +117,6 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    with running_nodes(tmp_path_factory.mktemp("ray")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""These tests run commands on a cluster of two nodes, which is started once."""
+"""These tests run commands on a cluster of two nodes."""
 
 import os
 import signal
@@ -9,17 +9,11 @@ from typing import TypeVar
 
 import pytest
 from commands import model_folder
-from sweeps_on_ray import Command, FileRun, Nodes, Sweep, running_nodes
+from sweeps_on_ray import Command, FileRun, Nodes, Sweep
 
 __all__ = ["model_folder"]
 
 Running = TypeVar("Running", bound=Command)
-
-
-@pytest.fixture(scope="session")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    with running_nodes(tmp_path_factory.mktemp("ray")) as running:
-        yield running
 
 
 @pytest.fixture
