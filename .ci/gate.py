@@ -216,6 +216,9 @@ class Gate:
 
     def _run_stage_quietly(self, stage: Stage) -> None:
         self._current.out = io.StringIO()
+        with self._lock:
+            sys.stdout.write(f"\n== {stage.name} begins; what it prints follows when it ends\n")
+            sys.stdout.flush()
         self.run_stage(stage)
         with self._lock:
             sys.stdout.write(self._current.out.getvalue())

