@@ -57,11 +57,13 @@ def _model_or_default(model: str | None) -> str:
     return model
 
 
-class WeightOrder(Enum):
-    """Order of the weights of linear layers; the values of `kvpolicy.model.packed.CpuWeights`."""
+class WeightForm(Enum):
+    """Forms of weights of linear layers: the values of `kvpolicy.model.weight_forms.CpuWeights`."""
 
     plain = "plain"
     packed = "packed"
+    bf16 = "bf16"
+    int8 = "int8"
 
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -124,10 +126,11 @@ TrustRemoteCode = Annotated[
     ),
 ]
 CpuWeights = Annotated[
-    WeightOrder,
+    WeightForm,
     typer.Option(
         "--cpu-weights",
-        help="Packed: faster steps on a CPU; tokens may differ by rounding.",
+        help="Faster steps on a CPU: packed weights, with which tokens may differ by rounding; or "
+        "packed and rounded to bf16 or int8, which gives other answers.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -314,7 +317,7 @@ class GenerationOptions:
     dtype: Dtype = "auto"
     device: Device = None
     trust_remote_code: TrustRemoteCode = False
-    cpu_weights: CpuWeights = WeightOrder.plain
+    cpu_weights: CpuWeights = WeightForm.plain
     compile: Compile = False
     slots: Slots = 8
 
@@ -472,18 +475,19 @@ def default_request(options: GenerationOptions) -> "Request":
     )
 
 
-def tell_packing(model: "PreTrainedModel", cpu_weights: WeightOrder) -> None:
+def tell_packing(model: "PreTrainedModel", cpu_weights: WeightForm) -> None:
     """Say how much memory packed weights take, or that none were packed, if that was asked for."""
     from kvpolicy.model.packed import MIN_BYTES, packed_weights
 
     found = packed_weights(model)
     if found.num_layers:
+        rounded = "" if found.form == "packed" else f" in {found.form}"
         info(
             f"packed {found.num_layers} linear layers as {found.num_products} products: "
-            f"{format_bytes(found.packed_bytes)} of packed weights, and "
+            f"{format_bytes(found.packed_bytes)} of packed weights{rounded}, and "
             f"{format_bytes(found.released_bytes)} of plain ones released."
         )
-    elif cpu_weights is WeightOrder.packed:
+    elif cpu_weights is not WeightForm.plain:
         info(
             f"no weights were packed: all products of this model have less than "
             f"{format_bytes(MIN_BYTES)} of them, and would get slower."

@@ -40,8 +40,9 @@ from kvpolicy.engine.step import Output, Step
 from kvpolicy.errors import KVPolicyError, ModelError, RequestError, SnapshotError
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.generation_config import GenerationRules
-from kvpolicy.model.packed import CpuWeights, packed_model, wants_packing
+from kvpolicy.model.packed import packed_model, wants_packing
 from kvpolicy.model.static_forward import Compiled, compile_problem
+from kvpolicy.model.weight_forms import CpuWeights
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import ResolvedPlan
 
@@ -106,9 +107,10 @@ class Engine(BoundPlan):
                 the first one runs. It needs a C++ compiler, or Triton on a GPU, and takes a
                 minute or more for a large model; tokens may differ by rounding.
             cpu_weights: ``"packed"`` runs `kvpolicy.packed_model` of the model: faster steps on
-                a CPU, with products that differ by rounding. The plain weights stay in memory
-                beside the packed ones, since the model is left as it is; to release them, give
-                ``packed_model(model, release=True)`` for the model instead.
+                a CPU, with products that differ by rounding; ``"bf16"`` and ``"int8"`` round the
+                weights, too. The plain weights stay in memory beside the packed ones, since the
+                model is left as it is; to release them, give ``packed_model(model,
+                release=True)`` for the model instead.
             steps_per_read: The most static decode steps that are launched before the tokens of the
                 first of them are read. With 2 or more, the next step is launched before the tokens
                 of the last are looked at, so that a GPU does not wait for the host; more than 2
@@ -131,11 +133,11 @@ class Engine(BoundPlan):
         if wants_packing(cpu_weights):
             if isinstance(model, ModelAdapter):
                 msg = (
-                    "the engine was given cpu_weights='packed' and an adapter, whose model is "
-                    "chosen already; make the adapter of packed_model(model)"
+                    f"the engine was given cpu_weights={cpu_weights!r} and an adapter, whose "
+                    "model is chosen already; make the adapter of packed_model(model)"
                 )
                 raise KVPolicyError(msg)
-            model = packed_model(model)
+            model = packed_model(model, cpu_weights=cpu_weights)
         super().__init__(
             model,
             tokenizer,

@@ -15,8 +15,9 @@ from kvpolicy.cli.options import default_length
 from kvpolicy.engine.engine import Engine
 from kvpolicy.model.fingerprint import model_fingerprint, tokenizer_fingerprint
 from kvpolicy.model.loading import load_model
-from kvpolicy.model.packed import CpuWeights, packed_weights
+from kvpolicy.model.packed import packed_weights
 from kvpolicy.model.tensor_parallel import refuse_several_processes
+from kvpolicy.model.weight_forms import CpuWeights
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import ResolvedPlan
 
@@ -93,7 +94,7 @@ class ModelCache:
         dtype: Precision, as in `kvpolicy.model.loading.load_model`.
         device: Device, as in `load_model`.
         trust_remote_code: Whether to run code that comes with a model.
-        cpu_weights: Order of the weights, as in `load_model`.
+        cpu_weights: Form of the weights, as in `load_model`.
         compile: Whether decode steps are compiled, as in `Engine`.
         load: Loads a model by its name.
     """
@@ -189,10 +190,11 @@ def forms(model: nn.Module, *, compiled: bool) -> list[str]:
         compiled: Whether its decode steps are compiled.
 
     Returns:
-        None, one or both of ``"packed"``, for its weights, and ``"compiled"``.
+        The form of its weights unless they are plain, such as ``"packed"`` or ``"int8"``, and
+        ``"compiled"``.
     """
-    found = {"packed": packed_weights(model).num_layers > 0, "compiled": compiled}
-    return [form for form, applies in found.items() if applies]
+    weights = packed_weights(model).form
+    return [*([] if weights == "plain" else [weights]), *(["compiled"] if compiled else [])]
 
 
 def fingerprint(model: nn.Module, tokenizer: Any = None, *, compiled: bool = False) -> str:

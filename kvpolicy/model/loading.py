@@ -19,8 +19,9 @@ from kvpolicy.model.hub import hub_reachable
 from kvpolicy.model.installed import installed_models, model_folder, registered_model
 from kvpolicy.model.libraries import cannot_load, first_sentence, quiet_libraries
 from kvpolicy.model.lora import base_of, is_adapter, merge_adapter
-from kvpolicy.model.packed import CpuWeights, packed_model, wants_packing
+from kvpolicy.model.packed import packed_model, wants_packing
 from kvpolicy.model.tensor_parallel import TpPlan, loading_options
+from kvpolicy.model.weight_forms import CpuWeights
 
 DTYPES: dict[str, str | torch.dtype] = {
     "auto": "auto",
@@ -54,8 +55,8 @@ def load_model(
         tp_plan: Splits the model over the processes that torchrun has started, each of which
             calls this: ``"auto"`` for the model's own plan, or a style for each of some modules.
             Each process takes a device of its own.
-        cpu_weights: ``"packed"`` gives the `kvpolicy.packed_model` of the model, with its plain
-            weights released.
+        cpu_weights: ``"packed"``, ``"bf16"`` or ``"int8"`` gives the `kvpolicy.packed_model` of
+            the model in this form, with its plain weights released.
 
     Returns:
         The model and its tokenizer.
@@ -117,7 +118,7 @@ def load_model(
     if tp_plan is None:
         model = move(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if packing:
-        model = packed_model(model, release=True)
+        model = packed_model(model, cpu_weights=cpu_weights, release=True)
     return model, tokenizer
 
 

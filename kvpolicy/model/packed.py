@@ -1,30 +1,28 @@
-"""Packed weights: linear layers on a CPU with weights in the order in which oneDNN reads them.
+"""Packed weights: linear layers on a CPU with weights in a form that is multiplied faster.
 
-A decode step multiplies a few rows with every weight of the model. oneDNN does this in little more
-than the time of reading the weights if they were reordered once. Linear layers of one module that
-are given the same input are one product, computed at the first call with that input, and each
-takes its columns.
+A decode step multiplies a few rows with every weight of the model, and takes little more than
+reading the weights if they are in a form for that: reordered once, or rounded to fewer bits too
+(`kvpolicy.model.weight_forms`). Linear layers of one module that are given the same input are one
+product, computed at the first call with that input, and each takes its columns.
 
-The products differ from those of plain weights by rounding: by about 3e-6 for weights and inputs of
-size 1. A greedy token may differ where two logits are nearly equal.
+Where weights are only reordered, products differ from those of plain weights by rounding: by about
+3e-6 for weights and inputs of size 1. A greedy token may differ where two logits are nearly equal.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import nan
-from typing import Any, Literal, NoReturn, Self, get_args
+from typing import Any, NoReturn, Self, get_args
 
 import attrs
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvpolicy.errors import KVPolicyError, ModelError, error_summary
+from kvpolicy.errors import KVPolicyError, ModelError
 from kvpolicy.model.twin import Copies
+from kvpolicy.model.weight_forms import FORMS, CpuWeights, Packed, Weights
 from kvpolicy.model.wrappers import has_adapters, unwrapped
-
-#: Order of the weights of linear layers: that of torch, or that of oneDNN.
-CpuWeights = Literal["plain", "packed"]
 
 # Linear layers of one module that models of transformers give the same input, by name.
 _SHARING_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -34,7 +32,9 @@ _SHARING_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 MIN_BYTES = 2**19
 
 
-def packed_model(model: PreTrainedModel, *, release: bool = False) -> PreTrainedModel:
+def packed_model(
+    model: PreTrainedModel, *, cpu_weights: CpuWeights = "packed", release: bool = False
+) -> PreTrainedModel:
     """A model that computes what another one does, with packed weights in its linear layers.
 
     It is for inference on the CPU: for `kvpolicy.Engine`, ``generate`` and plain calls alike. It
@@ -44,20 +44,31 @@ def packed_model(model: PreTrainedModel, *, release: bool = False) -> PreTrained
 
     Args:
         model: The model, which is left as it is unless ``release`` is given.
+        cpu_weights: The form: ``"packed"`` changes no weight, ``"bf16"`` and ``"int8"`` round them.
         release: Free the plain weights that nothing else uses, each as soon as it is packed. The
             model given cannot compute any more then, nor can its copies; drop it. A head that is
             tied to the embedding keeps its weight, which the embedding reads.
 
     Returns:
-        The packed model; the model given if it is packed already, or all its products are small.
+        The packed model; the model given if it has this form already, or all its products are
+        small.
 
     Raises:
-        ModelError: The weights cannot be packed here.
+        KVPolicyError: There is no such form.
+        ModelError: The weights cannot be packed here, or are packed in another form.
     """
     model = unwrapped(model)
-    if _packed_layers(model):
+    if not wants_packing(cpu_weights):
         return model
-    problem = _problem(model)
+    form = FORMS[cpu_weights]
+    present = _packed_layers(model)
+    if present and present[0].product.form is form:
+        return model
+    problem = (
+        "they are in another form already; give the model that they were packed from"
+        if present
+        else _problem(model, form)
+    )
     if problem is not None:
         msg = f"the weights of model {type(model).__name__} cannot be packed: {problem}"
         raise ModelError(msg)
@@ -68,7 +79,7 @@ def packed_model(model: PreTrainedModel, *, release: bool = False) -> PreTrained
     for layers in _products(model):
         if sum(layer.weight.nbytes for layer in layers) < MIN_BYTES:
             continue
-        product = Product(layers)
+        product = Product(layers, form)
         for part, layer in enumerate(layers):
             packed[id(layer)] = PackedLinear.of(layer, product, part)
             if release and num_uses[id(layer.weight)] == 1:
@@ -82,12 +93,13 @@ def wants_packing(cpu_weights: CpuWeights) -> bool:
     """Whether weights are to be packed.
 
     Raises:
-        KVPolicyError: The value is neither of the two.
+        KVPolicyError: There is no such form.
     """
     if cpu_weights not in get_args(CpuWeights):
-        msg = f"cpu_weights was given as {cpu_weights!r:.60}; choose 'plain' or 'packed'"
+        *most, last = map(repr, get_args(CpuWeights))
+        msg = f"cpu_weights was given as {cpu_weights!r:.60}; choose {', '.join(most)} or {last}"
         raise KVPolicyError(msg)
-    return cpu_weights == "packed"
+    return cpu_weights != "plain"
 
 
 @attrs.frozen
@@ -99,23 +111,27 @@ class PackedWeights:
         num_products: Products that compute them.
         packed_bytes: Bytes of the packed weights.
         released_bytes: Bytes of the plain weights of these layers that were freed.
+        form: The form of the packed weights; ``"plain"``: there are none.
     """
 
     num_layers: int
     num_products: int
     packed_bytes: int
     released_bytes: int
+    form: CpuWeights = "plain"
 
 
 def packed_weights(model: nn.Module) -> PackedWeights:
     """The packed weights of a model, of which it may have none."""
     layers = _packed_layers(model)
     products = {id(one.product): one.product for one in layers}
+    form = layers[0].product.form if layers else None
     return PackedWeights(
         num_layers=len(layers),
         num_products=len(products),
         packed_bytes=sum(one.num_bytes for one in products.values()),
         released_bytes=sum(one.weight.nbytes for one in layers if one.is_released),
+        form=next((name for name, one in FORMS.items() if one is form), "plain"),
     )
 
 
@@ -123,19 +139,20 @@ class Product:
     """The product of an input with the packed weights of linear layers.
 
     Attributes:
+        form: Their form.
         num_bytes: Bytes of the packed weights.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], form: type[Weights] = Packed) -> None:
         """Pack the weights of linear layers with equal inputs, which are left as they are."""
+        self.form = form
         with torch.no_grad():
-            weights = torch.cat([layer.weight for layer in layers])
-            self._weights: Tensor = torch.ops.mkldnn._reorder_linear_weight(weights)
+            self._weights = form(torch.cat([layer.weight for layer in layers]))
             self._bias = _joint_bias(layers)
         self._sizes = [layer.out_features for layer in layers]
         # The last input, and the columns of each layer until it has taken them.
         self._last: tuple[Tensor, list[Tensor | None]] | None = None
-        self.num_bytes: int = torch.ops.mkldnn._nbytes(self._weights)
+        self.num_bytes = self._weights.num_bytes
 
     def columns(self, states: Tensor, part: int) -> Tensor:
         """The result of one layer, ``[..., N]``; a view if several layers share the product.
@@ -162,15 +179,11 @@ class Product:
         return columns
 
     def plain(self, part: int) -> Tensor:
-        """A copy of the weights of one layer, ``[N, K]``: the numbers that were packed."""
-        return self._weights.to_dense().split(self._sizes)[part].clone()
+        """A copy of the weights of one layer, ``[N, K]``: the numbers that are multiplied."""
+        return self._weights.plain().split(self._sizes)[part].clone()
 
     def _multiply(self, states: Tensor) -> Tensor:
-        # torch knows no gradient of this operator: detached, a backward fails and is not wrong.
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(
-            states.detach(), self._weights, self._bias, "none", [], ""
-        )
-        return found
+        return self._weights.multiply(states, self._bias)
 
     def __deepcopy__(self, _: Any) -> Self:
         return self  # torch copies no packed tensors, and these never change
@@ -199,13 +212,18 @@ class PackedLinear(nn.Linear):
         """Whether the plain weight was freed."""
         return not any(self.weight.stride())
 
+    def multiplied(self) -> Tensor:
+        """The weights that it is computed with, ``[N, K]``, which may be rounded."""
+        is_kept = self.product.form is Packed and not self.is_released
+        return self.weight.detach() if is_kept else self.product.plain(self.part)
+
     def forward(self, input: Tensor) -> Tensor:
         """Apply the layer, ``[..., K]`` to ``[..., N]``."""
         return self.product.columns(input, self.part)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.is_released:
+        if self.is_released or self.product.form is not Packed:
             destination[f"{prefix}weight"] = self.product.plain(self.part)
 
     def _apply(self, *_: Any, **__: Any) -> NoReturn:
@@ -254,8 +272,8 @@ def _joint_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
     )
 
 
-def _problem(model: PreTrainedModel) -> str | None:
-    """Why the weights of a model cannot be packed; ``None`` if they can."""
+def _problem(model: PreTrainedModel, form: type[Weights]) -> str | None:
+    """Why the weights of a model cannot be packed in a form; ``None`` if they can."""
     layers: list[Any] = [module for module in model.modules() if _is_plain(module)]
     devices = sorted({weight.device.type for weight in model.parameters()} - {"cpu"})
     if devices:
@@ -270,12 +288,5 @@ def _problem(model: PreTrainedModel) -> str | None:
         return "they are quantised; load the model in float32 or bfloat16, or leave it plain"
     if not layers:
         return "it has no linear layers of torch; leave it plain"
-    for dtype in {layer.weight.dtype for layer in layers}:
-        try:
-            Product([nn.Linear(16, 16, dtype=dtype)]).columns(torch.zeros(1, 16, dtype=dtype), 0)
-        except (RuntimeError, AttributeError) as error:
-            return (
-                f"oneDNN does not multiply {str(dtype).removeprefix('torch.')} here "
-                f"({error_summary(error)}); load the model in float32, or leave it plain"
-            )
-    return None
+    problems = (form.problem(dtype) for dtype in {layer.weight.dtype for layer in layers})
+    return next(filter(None, problems), None)

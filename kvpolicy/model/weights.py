@@ -101,8 +101,8 @@ def _parts(model: PreTrainedModel, module: nn.Module) -> dict[str, _Linear] | st
             kind = "it has none" if layer is None else f"it is {type(layer).__name__}"
             return f"no linear layer of torch is its {name or 'output projection'}; {kind}"
         weight = layer.weight
-        if isinstance(layer, PackedLinear) and layer.is_released:
-            weight = nn.Parameter(layer.product.plain(layer.part), requires_grad=False)
+        if isinstance(layer, PackedLinear):
+            weight = nn.Parameter(layer.multiplied(), requires_grad=False)
         if type(weight) is not nn.Parameter or weight.dtype not in _DTYPES:
             return (
                 f"{name} is quantised; load the model in bfloat16 or float32 to use such policies"

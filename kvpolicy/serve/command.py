@@ -32,7 +32,7 @@ from kvpolicy.cli.options import (
     Policies,
     PrefillBuffer,
     TrustRemoteCode,
-    WeightOrder,
+    WeightForm,
     choose_plan,
     examples,
     parse_bytes,
@@ -117,7 +117,7 @@ def serve(
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
-    cpu_weights: CpuWeights = WeightOrder.plain,
+    cpu_weights: CpuWeights = WeightForm.plain,
     compile: Compile = False,
     served_model_name: Annotated[
         list[str] | None,

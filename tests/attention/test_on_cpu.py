@@ -20,7 +20,7 @@ from torch import Tensor
 from kvpolicy.attention import choose
 from kvpolicy.attention.base import DecodeLayer
 from kvpolicy.attention.choose import backend_for
-from kvpolicy.attention.numba_backend.backend import NumbaBackend, can_attend
+from kvpolicy.attention.numba_backend.backend import NumbaBackend
 
 needs_numba = pytest.mark.skipif(find_spec("numba") is None, reason="needs the extra cpu")
 
@@ -30,9 +30,15 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def asked_again() -> Iterator[None]:
-    can_attend.cache_clear()
+    def forget() -> None:
+        if find_spec("numba") is not None:
+            from kvpolicy.numba_common import can_run
+
+            can_run.cache_clear()
+
+    forget()
     yield
-    can_attend.cache_clear()
+    forget()
 
 
 def attend(layer: DecodeLayer, **new: Any) -> Tensor:
@@ -56,8 +62,10 @@ def test_threads_are_shared_with_torch_or_numba_is_not_used(
 ) -> None:
     import numba
 
+    from kvpolicy.numba_common import can_run
+
     monkeypatch.setattr(numba, "threading_layer", lambda: layer)
-    assert can_attend() == (layer == "omp")
+    assert can_run() == (layer == "omp")
 
 
 @needs_numba
@@ -88,7 +96,9 @@ for num in (1, 2):
 
 @needs_numba
 def test_numba_shares_the_threads_of_torch() -> None:
-    assert can_attend()
+    from kvpolicy.numba_common import can_run
+
+    assert can_run()
 
 
 @needs_numba

@@ -25,6 +25,7 @@ BASE = {
         "extras",
         "files",
         "markers",
+        "numba_common",
         "plugin_code",
     ),
     *("text", "triton_common", "validators"),

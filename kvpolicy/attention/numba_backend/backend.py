@@ -1,8 +1,5 @@
 """The backend of CPUs in fp32, where Numba is installed and can be used."""
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 
 from kvpolicy.attention.base import Decode, DecodeLayer
@@ -17,7 +14,9 @@ class NumbaBackend(TorchBackend):
 
         Rows of which one side only is in integers are attended to in torch.
         """
-        if not can_attend():
+        from kvpolicy.numba_common import can_run
+
+        if not can_run():
             return super().bind(layer)
         if layer.is_plain:
             from kvpolicy.attention.numba_backend.decode import NumbaLayer
@@ -29,19 +28,3 @@ class NumbaBackend(TorchBackend):
 
             return NumbaIntegers(layer)
         return super().bind(layer)
-
-
-@cache
-def can_attend() -> bool:
-    """Whether Numba runs with the threads of OpenMP.
-
-    Its other threading layers would add threads beside those of torch, and the default one ends
-    the process where two threads call it; a process that has started one keeps it.
-    """
-    import numba
-
-    try:
-        return bool(numba.threading_layer() == "omp")
-    except ValueError:  # it has not started any
-        numba.config.THREADING_LAYER = "omp"
-        return find_spec("numba.np.ufunc.omppool") is not None

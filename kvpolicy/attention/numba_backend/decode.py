@@ -8,9 +8,6 @@ depend on other slots. Tasks are shared among the threads of OpenMP that torch u
 Importing it needs the extra ``cpu``.
 """
 
-import os
-
-import numba
 import numpy as np
 import torch
 from numba import njit, prange
@@ -19,24 +16,14 @@ from torch import Tensor
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.base import DecodeLayer, window_factor
 from kvpolicy.attention.torch_backend.decode import drop_oldest, store_and_attend
+from kvpolicy.numba_common import FASTMATH, is_forked, start_threads, take_threads
 
-
-def _start_threads() -> None:
-    """Start Numba's threads, and let torch have as many as before: they share a setting."""
-    num_threads = torch.get_num_threads()
-    numba.set_num_threads(1)
-    torch.set_num_threads(num_threads)
-
-
-_start_threads()
+start_threads()
 
 _NO_WINDOW = np.empty((0, 0, 0, 0), dtype=np.float32)
 _NO_TRACK = np.empty((0, 0, 0), dtype=np.float32)
 _NO_BOUNDS = np.empty((0, 0), dtype=np.int64)
 _NO_SINKS = np.empty(0, dtype=np.float32)
-
-# Sums may be reordered, which vector instructions need. Infinities and NaN keep their meaning.
-FASTMATH = {"contract", "reassoc", "arcp", "nsz"}
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -215,11 +202,6 @@ def _decode(
             output[slot, head * group : (head + 1) * group] = 0
 
 
-# The threads of OpenMP do not survive forking: Numba ends a process that was forked after this
-# module was imported, and asks for them.
-_process = os.getpid()
-
-
 def _array(slab: Tensor, one_head: bool) -> np.ndarray:
     """A slab as an array; the pools of its slots as those of one head, if they are wanted so."""
     pools: np.ndarray = slab.flatten(1, 2)[:, None].numpy() if one_head else slab.numpy()
@@ -272,14 +254,14 @@ class NumbaLayer:
     ) -> Tensor:
         """Store one new row in every slot, and attend to the rows that it holds, see `Decode`."""
         layer, rows = self._layer, self._rows
-        if os.getpid() != _process or key.dtype != torch.float32:
+        if is_forked() or key.dtype != torch.float32:
             return store_and_attend(
                 layer, query, key, value, scaling=scaling, softcap=softcap, sinks=sinks
             )
         if layer.slides:
             rows = drop_oldest(layer).numpy()
         output = torch.empty(query.shape)
-        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+        take_threads()
         self.kernel(
             query.float().numpy(),
             key.numpy(),

@@ -10,7 +10,8 @@ from numba import njit, prange
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.base import DecodeLayer
 from kvpolicy.attention.integers import group_size
-from kvpolicy.attention.numba_backend.decode import FASTMATH, NumbaLayer, cut, weigh
+from kvpolicy.attention.numba_backend.decode import NumbaLayer, cut, weigh
+from kvpolicy.numba_common import FASTMATH
 
 _BLOCK = 32  # rows that become numbers at once, which stay in the first cache
 _TINY = np.finfo(np.float32).tiny

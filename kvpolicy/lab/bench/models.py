@@ -47,6 +47,7 @@ SHAPES = {
     "5m": Shape(4, 256, 768, 4, 2, 64, 4096, True, "for long texts in little time"),
     "30m": Shape(8, 512, 1664, 8, 2, 64, 8192, True, "2 KV heads: a small cache"),
     "100m": Shape(12, 768, 2048, 12, 4, 64, 32000, True, "three query heads to a KV head"),
+    "135m": Shape(30, 576, 1536, 9, 3, 64, 49152, True, "30 thin layers and a large head"),
     "8b": Shape(32, 4096, 14336, 32, 8, 128, 128256, False, "that of Llama-3.1-8B"),
     "qwen3-8b": Shape(
         36, 4096, 12288, 32, 8, 128, 151936, False, "that of Qwen3-8B", family="qwen3"

@@ -30,7 +30,7 @@ from kvpolicy.cli.options import (
     Plugins,
     PrefillBuffer,
     TrustRemoteCode,
-    WeightOrder,
+    WeightForm,
     examples,
     parse_ints,
     parse_names,
@@ -106,7 +106,7 @@ def ablate(
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
-    cpu_weights: CpuWeights = WeightOrder.plain,
+    cpu_weights: CpuWeights = WeightForm.plain,
     compile: Compile = False,
     json: Json = False,
 ) -> None:

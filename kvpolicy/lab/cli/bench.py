@@ -28,7 +28,7 @@ from kvpolicy.cli.options import (
     Json,
     Overrides,
     Plugins,
-    WeightOrder,
+    WeightForm,
     check_new_file,
     examples,
     parse_ints,
@@ -167,8 +167,8 @@ def bench(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Size of the model: tiny, host, 5m, 30m, 100m, 8b or qwen3-8b. [default: 100m; "
-            "--memory: 5m; --launches: host; --gpu: qwen3-8b; --quick: tiny]",
+            help="Size of the model: tiny, host, 5m, 30m, 100m, 135m, 8b or qwen3-8b. [default: "
+            "100m; --memory: 5m; --launches: host; --gpu: qwen3-8b; --quick: tiny]",
         ),
     ] = None,
     batch: Annotated[
@@ -226,10 +226,13 @@ def bench(
         Path | None,
         typer.Option(metavar="FILE", help="Plot time per step against length: .png, .svg, .pdf."),
     ] = None,
-    packed: Annotated[
-        bool,
-        typer.Option("--packed", help="Measure all with packed weights for CPUs, too."),
-    ] = False,
+    cpu_weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="Measure all with weights in these forms for CPUs, too: packed, bf16, int8.",
+        ),
+    ] = None,
     compile: Annotated[
         bool,
         typer.Option(
@@ -266,7 +269,8 @@ def bench(
     started = time.monotonic()
     mode = _mode(text=text, max_batch=max_batch, memory=memory, launches=launches, gpu=gpu)
     _check_options(mode, plot, at_accuracy, sweep, preset or policies or plan)
-    _check_forms(mode, packed=packed, compile=compile)
+    _check_forms(mode, **{"cpu-weights": cpu_weights is not None, "compile": compile})
+    weight_forms = _weight_forms(cpu_weights)
     if minutes is not None and mode in ("memory", "launches"):
         msg = f"--{mode} has no turns to leave out; leave out --minutes."
         raise KVPolicyError(msg)
@@ -384,10 +388,10 @@ def bench(
         return
 
     forms = [Form.plain(model)]
-    if packed:
-        in_packed_form = Form.packed(model)
-        tell_packing(in_packed_form.model, WeightOrder.packed)
-        forms += [] if in_packed_form.model is model else [in_packed_form]
+    for weight_form in weight_forms:
+        form = Form.packed(model, weight_form.value)
+        tell_packing(form.model, weight_form)
+        forms += [] if form.model is model else [form]
     if compile:
         forms.append(Form.compiled(model))
     built = build_contenders(forms, cells, without=parse_names("--without", without))
@@ -492,6 +496,20 @@ def _check_forms(mode: str, **given: bool) -> None:
         for name in (name for name, is_given in given.items() if is_given):
             msg = f"--{mode} measures the model as it is; leave out --{name}."
             raise KVPolicyError(msg)
+
+
+def _weight_forms(names: str | None) -> list[WeightForm]:
+    """The forms of weights that are measured beside the plain one."""
+    known = {one.value: one for one in WeightForm if one is not WeightForm.plain}
+    given = list(dict.fromkeys(parse_names("--cpu-weights", names)))
+    for name in given:
+        if name not in known:
+            msg = (
+                f"--cpu-weights was given {name!r}, which is no form that is measured beside the "
+                f"plain weights; choose of {', '.join(known)}."
+            )
+            raise KVPolicyError(msg)
+    return [known[name] for name in given]
 
 
 def _choices(sweep: Path | None, margin: float) -> "list[Choice]":

@@ -33,7 +33,7 @@ from kvpolicy.cli.options import (
     Policies,
     PrefillBuffer,
     TrustRemoteCode,
-    WeightOrder,
+    WeightForm,
     check_new_file,
     choose_plan,
     examples,
@@ -156,7 +156,7 @@ def lm_eval(
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
-    cpu_weights: CpuWeights = WeightOrder.plain,
+    cpu_weights: CpuWeights = WeightForm.plain,
     compile: Compile = False,
     json: Json = False,
 ) -> None:

@@ -33,7 +33,7 @@ from kvpolicy.cli.options import (
     PrefillBuffer,
     PromptTokens,
     TrustRemoteCode,
-    WeightOrder,
+    WeightForm,
     check_new_file,
     parse_bytes,
     parse_names,
@@ -145,7 +145,7 @@ def suggest(
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
-    cpu_weights: CpuWeights = WeightOrder.plain,
+    cpu_weights: CpuWeights = WeightForm.plain,
     json: Json = False,
 ) -> None:
     """Suggest the budget, buffer and slots that fit into a memory, with the arithmetic.
@@ -158,7 +158,7 @@ def suggest(
         "--of": of,
         "--passages": passages,
         "--device": device,
-        "--cpu-weights": None if cpu_weights is WeightOrder.plain else cpu_weights,
+        "--cpu-weights": None if cpu_weights is WeightForm.plain else cpu_weights,
     }
     _check_given(memory, quality, budget, length, policy, only_measuring)
     num_bytes = None if memory is None else parse_bytes("--memory", memory)

@@ -31,7 +31,7 @@ from kvpolicy.errors import KVPolicyError, ModelError, PlanError, RequestError, 
 from kvpolicy.lab.lm_eval.loglikelihood import Continuation, Score, Scoring
 from kvpolicy.lab.models import fingerprint
 from kvpolicy.model.loading import load_model
-from kvpolicy.model.packed import CpuWeights
+from kvpolicy.model.weight_forms import CpuWeights
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.toml import Override, parse_value
 
@@ -372,7 +372,7 @@ class LoadedPolicyLM(PolicyLM):
             dtype: Precision of the model.
             device: Device of the model.
             trust_remote_code: Whether to run code that comes with the model.
-            cpu_weights: Order of the model's weights, as for `load_model`.
+            cpu_weights: Form of the model's weights, as for `load_model`.
             compile: Whether decode steps are compiled, as for `Engine`.
             batch_size: Number of slots; ``auto`` is the engine's default.
             max_batch_size: Ignored; the harness passes it to every model.

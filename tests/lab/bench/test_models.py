@@ -24,6 +24,7 @@ def test_shapes_are_as_large_as_their_names_say() -> None:
 
     assert num_parameters("100m") == pytest.approx(100e6, rel=0.01)
     assert num_parameters("30m") == pytest.approx(30e6, rel=0.1)
+    assert num_parameters("135m") == 134_515_008, "SmolLM2-135M's"
     assert num_parameters("8b") == 8_030_261_248, "Llama-3.1-8B's"
 
 

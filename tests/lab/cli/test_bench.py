@@ -16,6 +16,7 @@ from kvpolicy.lab.bench.contenders.contender import (
     GENERATE,
     LIMIT,
     MODEL_ALONE,
+    PRODUCTS_ALONE,
     Contender,
 )
 from kvpolicy.lab.bench.roofline import Machine
@@ -37,7 +38,7 @@ def test_the_command_prints_writes_and_continues(kvpolicy: Shell, tmp_path: Path
     found = kvpolicy("bench", *OPTIONS, *more, "--rounds", 1, "--plot", plot, "--json")
     assert found.status == 0, found.err
     assert found.out == (output / "bench.json").read_text(encoding="utf-8")
-    names = [LIMIT, MODEL_ALONE, GENERATE, "full", "streaming"]
+    names = [LIMIT, PRODUCTS_ALONE, MODEL_ALONE, GENERATE, "full", "streaming"]
     works = ["12 held", "20 held"]
     standings = found.json["standings"]
     assert [(one["work"], one["name"]) for one in standings] == [
@@ -52,7 +53,7 @@ def test_the_command_prints_writes_and_continues(kvpolicy: Shell, tmp_path: Path
     assert found.json["shape"]["name"] == "tiny"
     assert plot.read_text(encoding="utf-8").startswith("<?xml")
     turns = (output / "turns.jsonl").read_text(encoding="utf-8").splitlines()
-    assert len(turns) == 1 + 10
+    assert len(turns) == 1 + 12
 
     again = kvpolicy("bench", *OPTIONS, *more, "--rounds", 2)
     assert again.status == 0, again.err
@@ -119,7 +120,7 @@ def test_largest_batches_are_within_the_memory(kvpolicy: Shell, tmp_path: Path) 
 
 def test_what_is_left_out_is_not_compared_with(kvpolicy: Shell) -> None:
     arguments = ("--rounds", 1, "--policies", "knorm", "--lengths", 12)
-    without = ("--without", "generate,generate_batch,kvpress,machine limit")
+    without = ("--without", "generate,generate_batch,kvpress,machine limit,products alone")
     plain, found = (
         kvpolicy("bench", *OPTIONS, *arguments, *without, *m) for m in ((), ("--json",))
     )
@@ -131,15 +132,15 @@ def test_what_is_left_out_is_not_compared_with(kvpolicy: Shell) -> None:
 
 @pytest.mark.usefixtures("packs_small_products")
 def test_like_stands_beside_like_with_packed_weights(kvpolicy: Shell) -> None:
-    arguments = ("--rounds", 1, "--policies", "knorm", "--lengths", 12, "--packed", "--json")
-    found = kvpolicy("bench", *OPTIONS, *arguments, *FEW)
+    arguments = ("--rounds", 1, "--policies", "knorm", "--lengths", 12, "--json")
+    found = kvpolicy("bench", *OPTIONS, *arguments, "--cpu-weights", "packed", *FEW)
     assert found.status == 0, found.err
     assert "packed 15 linear layers" in found.err
     ratios = {
         one["name"]: one["ratios"].get(GENERATE, {}).get("median")
         for one in found.json["standings"]
     }
-    plain = [MODEL_ALONE, GENERATE, "knorm"]
+    plain = [PRODUCTS_ALONE, MODEL_ALONE, GENERATE, "knorm"]
     assert list(ratios) == [LIMIT, *plain, *(f"{name}, packed" for name in plain)]
     assert [ratios[GENERATE], ratios[f"{GENERATE}, packed"]] == pytest.approx([1, 1])
 
@@ -148,7 +149,7 @@ def test_like_stands_beside_like_with_packed_weights(kvpolicy: Shell) -> None:
 @pytest.mark.usefixtures("no_compiler")
 def test_like_stands_beside_like_with_compiled_steps(kvpolicy: Shell) -> None:
     arguments = ("--rounds", 1, "--policies", "knorm", "--lengths", 12, "--compile")
-    without = ("--without", f"{MODEL_ALONE},generate_batch,kvpress", "--json")
+    without = ("--without", f"{PRODUCTS_ALONE},{MODEL_ALONE},generate_batch,kvpress", "--json")
     found = kvpolicy("bench", *OPTIONS, *arguments, *without)
     assert found.status == 0, found.err
     standings = {one["name"]: one for one in found.json["standings"]}
@@ -218,7 +219,8 @@ def test_complete_rounds_count_after_an_interrupt(
         (("--prefill", "64"), ("--prefill", "--gpu")),
         (("--batches", "2"), ("--batches", "--gpu")),
         (("--minutes", "1", "--memory"), ("--minutes", "--memory")),
-        (("--memory", "--packed"), ("--memory", "leave out --packed")),
+        (("--memory", "--cpu-weights", "packed"), ("--memory", "leave out --cpu-weights")),
+        (("--cpu-weights", "packed,fp4"), ("--cpu-weights", "'fp4'", "packed, bf16, int8")),
         (("--launches", "--compile"), ("--launches", "leave out --compile")),
         (("--text", "--memory"), ("--text and --memory",)),
         (("--without", "nobody"), ("'nobody'", "generate_batch")),
@@ -376,7 +378,7 @@ def test_what_does_not_fit_is_left_out_without_a_trial(gpu_walk: Any) -> None:
     assert not any(one["failed"] for one in missing)
     assert "does not fit" in missing[0]["reason"]
     alone = [one for one in turns_in(Path("here")) if one["work"] == "batch 400"]
-    assert {one["contender"] for one in alone} == {LIMIT, MODEL_ALONE}
+    assert {one["contender"] for one in alone} == {LIMIT, PRODUCTS_ALONE, MODEL_ALONE}
 
 
 def test_what_fails_on_a_gpu_stops_nothing_else(

@@ -15,6 +15,7 @@ from kvpolicy.lab.bench.contenders.contender import (
     KVPRESS,
     LIMIT,
     MODEL_ALONE,
+    PRODUCTS_ALONE,
     VLLM,
     Contender,
 )
@@ -26,10 +27,11 @@ from kvpolicy.lab.bench.contenders.generate_batch import continuous_batching
 from kvpolicy.lab.bench.contenders.kvpress import presses_for
 from kvpolicy.lab.bench.contenders.machine_limit import machine_limit
 from kvpolicy.lab.bench.contenders.model_alone import model_alone
+from kvpolicy.lab.bench.contenders.products_alone import products_alone
 from kvpolicy.lab.sweep.grid import Cell
 
 # What can be left out, besides vLLM, which is started by who wants it.
-OPTIONAL = (GENERATE, CONTINUOUS, KVPRESS, MODEL_ALONE, LIMIT)
+OPTIONAL = (GENERATE, CONTINUOUS, KVPRESS, PRODUCTS_ALONE, MODEL_ALONE, LIMIT)
 
 
 @attrs.frozen
@@ -57,10 +59,10 @@ def build_contenders(
         without: Names of `OPTIONAL` to leave out.
 
     Returns:
-        The limit, then for each form: the model alone, ``generate``, the forward of a prompt,
-        ``generate_batch``, and each plan followed by kvpress with the same policy, if it has it.
-        Prompts are not compiled, nor ``generate_batch`` and kvpress, which change the model while
-        they run.
+        The limit, then for each form: its products alone on a CPU, the model alone, ``generate``,
+        the forward of a prompt, ``generate_batch``, and each plan followed by kvpress with the same
+        policy, if it has it. Prompts are not compiled, nor ``generate_batch`` and kvpress, which
+        change the model while they run.
 
     Raises:
         KVPolicyError: Two contenders have the same name, or ``without`` has an unknown name.
@@ -87,7 +89,9 @@ def _in_form(
     """The contenders with one form of the model, and what is absent."""
     absent: dict[str, str] = {}
     alone = model_alone(form.called, is_compiled=form.is_compiled)
-    everywhere = alone, generate(form.called)
+    everywhere = [alone, generate(form.called)]
+    if form.model.device.type == "cpu" and not form.is_compiled:  # on a GPU, see the profile
+        everywhere.insert(0, products_alone(form.model))
     contenders = [one for one in everywhere if one.name not in without]
     contenders += [] if form.is_compiled else [forward(form.model)]
     if CONTINUOUS not in without and not form.is_compiled:

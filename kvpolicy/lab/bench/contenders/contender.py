@@ -10,6 +10,7 @@ from kvpolicy.lab.bench.workload import Decode, Prefill, Text, Workload
 
 # Names of contenders.
 LIMIT = "machine limit"
+PRODUCTS_ALONE = "products alone"
 MODEL_ALONE = "model alone"
 GENERATE = "generate"
 CONTINUOUS = "generate_batch"

@@ -1,10 +1,10 @@
-"""Forms of one model: as it is, with packed weights, with compiled decode steps.
+"""Forms of one model: as it is, with weights in a form for CPUs, with compiled decode steps.
 
 Like stands beside like: each form has ``generate``, the model alone and the engine of its own.
 """
 
 from functools import wraps
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import attrs
 import torch
@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 from kvpolicy.model import static_forward
 from kvpolicy.model.packed import packed_model
 from kvpolicy.model.twin import Copies
+from kvpolicy.model.weight_forms import CpuWeights
 
-PACKED, COMPILED = "packed", "compiled"
+PACKED: Final = "packed"
+COMPILED = "compiled"
 
 
 @attrs.frozen(eq=False)
@@ -44,10 +46,10 @@ class Form:
         return cls("", model, model)
 
     @classmethod
-    def packed(cls, model: PreTrainedModel) -> Self:
+    def packed(cls, model: PreTrainedModel, cpu_weights: CpuWeights = PACKED) -> Self:
         """With packed weights; its model is the one given if all its products are small."""
-        packed = packed_model(model)
-        return cls(PACKED, packed, packed)
+        packed = packed_model(model, cpu_weights=cpu_weights)
+        return cls(cpu_weights, packed, packed)
 
     @classmethod
     def compiled(cls, model: PreTrainedModel) -> Self:

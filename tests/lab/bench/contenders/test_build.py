@@ -12,6 +12,7 @@ from kvpolicy.lab.bench.contenders.contender import (
     GENERATE,
     LIMIT,
     MODEL_ALONE,
+    PRODUCTS_ALONE,
     VLLM,
 )
 from kvpolicy.lab.bench.contenders.form import PACKED, Form
@@ -23,7 +24,7 @@ def test_weights_in_another_form_are_contenders_of_their_own() -> None:
         [Form.plain(model), Form(PACKED, model, model)], cells("knorm"), without=["kvpress"]
     )
     names = [one.name for one in found.all]
-    mine = [MODEL_ALONE, GENERATE, FORWARD, CONTINUOUS, "knorm"]
+    mine = [PRODUCTS_ALONE, MODEL_ALONE, GENERATE, FORWARD, CONTINUOUS, "knorm"]
     mine = [name for name in mine if name not in found.absent]
     assert names == [LIMIT, *mine, *(f"{name}, packed" for name in mine)]
     of_packed = found.all[-1].references
