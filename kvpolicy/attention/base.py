@@ -24,7 +24,7 @@ class DecodeLayer:
 
     Attributes:
         keys: ``[W, H_kv, R, D]``; bytes, ``[W, H_kv, R, ...]``, where ``key_bits`` is not 0.
-        values: Likewise.
+        values: Likewise; heads of values may have another size than those of keys, ``V``.
         positions: ``[W, H_kv, R]``, int64, -1 where empty.
         rows: Rows held before the step, ``[W, H_kv]``, int64; if KV heads have segments, those of a
             head in the mean.
@@ -123,13 +123,13 @@ class Decode(Protocol):
         Args:
             query: Queries after RoPE, ``[W, H_q, D]``; query head h belongs to KV head ``h // G``.
             key: Keys of the new rows after RoPE, ``[W, H_kv, D]``.
-            value: Their values, ``[W, H_kv, D]``.
+            value: Their values, ``[W, H_kv, V]``.
             scaling: Factor on the logits.
             softcap: Logits become ``softcap * tanh(logits / softcap)``; 0: no cap.
             sinks: A learned logit of each query head, ``[H_q]``, that takes a share of the weights.
 
         Returns:
-            ``[W, H_q, D]``.
+            ``[W, H_q, V]``.
         """
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpolicy.attention.accumulators import accumulate, read_logits
 from kvpolicy.attention.blocks import blocks
-from kvpolicy.attention.fused import attend_fused
+from kvpolicy.attention.fused import attend_fused, output_for
 from kvpolicy.attention.softmax import Softmax
 from kvpolicy.attention.visible import Visible
 
@@ -32,17 +32,17 @@ def attend(
     Args:
         queries: Queries after RoPE, ``[B, H_q, L, D]``; query head h belongs to KV head ``h // G``.
         keys: ``[B, H_kv, T, D]``.
-        values: ``[B, H_kv, T, D]``.
+        values: ``[B, H_kv, T, V]``, of the same size or another one.
         visible: Which rows each query sees.
         scaling: Factor on the logits.
         softmax: The layer's softmax.
         accumulated: Accumulators by name, ``[B, H_kv, T]`` each, fp32; changed in place.
 
     Returns:
-        ``[B, H_q, L, D]``; for pads finite, and of no meaning.
+        ``[B, H_q, L, V]``; for pads finite, and of no meaning.
     """
     parts = visible.parts
-    output = torch.empty(0) if len(parts) == 1 else torch.zeros_like(queries, dtype=values.dtype)
+    output = torch.empty(0) if len(parts) == 1 else output_for(queries, values).zero_()
     for part in parts:
         of_queries = (part.entries, slice(None), part.columns)
         of_rows = (part.entries, slice(None), part.rows)
@@ -72,7 +72,7 @@ def _weighted(
     if keys.dtype == torch.float16:
         # A product of large keys and queries may exceed what half precision can hold.
         queries, keys = queries.float(), keys.float()
-    output = torch.empty_like(queries, dtype=values.dtype)
+    output = output_for(queries, values)
     per_query = len(queries) * num_heads * num_rows
     for now in blocks(queries.shape[2], per_query, queries.device):
         seen = visible.rows(now)
@@ -123,7 +123,7 @@ def attend_beside(
     """
     (held_keys, held_values), (keys, values) = held, own
     num_held, num_rows = held_keys.shape[2], held_keys.shape[2] + keys.shape[2]
-    output = torch.empty_like(queries, dtype=values.dtype)
+    output = output_for(queries, values)
     if keys.dtype == torch.float16:
         queries, keys, held_keys = queries.float(), keys.float(), held_keys.float()
     per_query = queries.shape[:2].numel() * num_rows

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kvpolicy.attention.blocks import blocks
@@ -21,7 +22,7 @@ def attend_fused(
     """Attend from new tokens to rows; arguments are those of `kvpolicy.attention.eager.attend`.
 
     Returns:
-        ``[B, H_q, L, D]``.
+        ``[B, H_q, L, V]``.
     """
     num_kv_heads, length = keys.shape[1], queries.shape[2]
     group = queries.shape[1] // num_kv_heads
@@ -33,7 +34,12 @@ def attend_fused(
         output = F.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=mask, scale=scaling
         )
-        return output.reshape(queries.shape)
+        return output.reshape(*queries.shape[:3], -1)
+    if (missing := keys.shape[3] - (size := values.shape[3])) != 0:
+        # The kernels that make no tensor of all weights take heads of one size.
+        queries, keys = (pad(one, (0, max(-missing, 0))) for one in (queries, keys))
+        values = pad(values, (0, max(missing, 0)))
+        return attend_fused(queries, keys, values, visible, scaling)[..., :size]
     grouped = queries.unflatten(1, (num_kv_heads, group)).flatten(0, 1)
     keys, values = (
         rows.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for rows in (keys, values)
@@ -44,6 +50,13 @@ def attend_fused(
         output = _masked(grouped, keys, values, visible, scaling)
     by_token = output.unflatten(0, (-1, num_kv_heads)).permute(0, 3, 1, 2, 4)  # as models go on
     return by_token.flatten(2, 3).transpose(1, 2)
+
+
+def output_for(queries: Tensor, values: Tensor) -> Tensor:
+    """What attention from queries ``[..., D]`` to values ``[..., V]`` gives, uninitialised."""
+    if queries.shape[-1] == values.shape[-1]:  # in their order of memory, as models go on
+        return torch.empty_like(queries, dtype=values.dtype)
+    return values.new_empty(*queries.shape[:-1], values.shape[-1])
 
 
 def _lower_right(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
@@ -83,7 +96,7 @@ def _masked(
 ) -> Tensor:
     """Attention of queries ``[N, G, L, D]`` under masks, each of some of them."""
     num_kv_heads = len(queries) // len(visible.num_rows)
-    output = torch.empty_like(queries, dtype=values.dtype)
+    output = output_for(queries, values)
     # The kernels make numbers of a mask, as many as a KV head has weights.
     for now in blocks(queries.shape[2], keys.shape[2] * len(queries), queries.device):
         rows = visible.rows(now)

@@ -68,8 +68,9 @@ def implement(backend_for: Callable[[torch.device, torch.dtype], AttentionBacken
         _LIBRARY.impl("decode", run, device)
 
 
-def _shape(query: Tensor, *_: object) -> Tensor:
-    return query.new_empty(query.shape)
+def _shape(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+    del key
+    return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
 torch.library.register_fake("kvpolicy::decode", _shape, lib=_LIBRARY)

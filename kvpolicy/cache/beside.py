@@ -44,11 +44,10 @@ class RowsBeside:
     def add(self, layer: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add rows of a layer, ``[B, H_kv, L, D]``; returns those of all tokens so far."""
         if layer.index not in self._rows:
-            size = (*keys.shape[:2], self.num_tokens, keys.shape[3])
-            dtype = layer.shape.dtype
+            size, dtype = (*keys.shape[:2], self.num_tokens), layer.shape.dtype
             self._rows[layer.index] = (
-                keys.new_empty(size, dtype=dtype),
-                values.new_empty(size, dtype=dtype),
+                keys.new_empty(*size, keys.shape[3], dtype=dtype),
+                values.new_empty(*size, values.shape[3], dtype=dtype),
             )
         own, now = self._rows[layer.index], self._now(keys)
         for tensor, new in zip(own, (keys, values), strict=True):

@@ -16,10 +16,10 @@ class Int8Rows(StoredRows):
     bits = 8
 
     @classmethod
-    def allocate(cls, shape: LayerShape, num_slots: int, capacity: int) -> Self:
+    def allocate(cls, shape: LayerShape, num_slots: int, capacity: int, dim: int) -> Self:
         """Empty rows of some slots."""
-        size = (num_slots, shape.num_kv_heads, capacity, bytes_of_row(shape.head_dim, cls.bits))
-        return cls(shape, torch.zeros(size, dtype=torch.uint8, device=shape.device))
+        size = (num_slots, shape.num_kv_heads, capacity, bytes_of_row(dim, cls.bits))
+        return cls(shape, torch.zeros(size, dtype=torch.uint8, device=shape.device), dim)
 
     def encode(self, rows: Tensor) -> Tensor:
         """The bytes of rows."""
@@ -27,7 +27,7 @@ class Int8Rows(StoredRows):
 
     def decode(self, stored: Tensor) -> Tensor:
         """What the bytes of rows stand for, a copy."""
-        return dequantize(stored, self.shape.head_dim, self.bits, self.shape.dtype)
+        return dequantize(stored, self.dim, self.bits, self.shape.dtype)
 
 
 class Int4Rows(Int8Rows):

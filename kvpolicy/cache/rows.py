@@ -243,9 +243,10 @@ class LayerRows:
         found: list[Tensor | None] = []
         shape = self._arena.shape
         like = torch.empty(0, dtype=shape.dtype, device=shape.device)
-        for name, given in (("keys", keys), ("values", values)):
+        sides = (("keys", keys, shape.head_dim), ("values", values, shape.value_dim))
+        for name, given, dim in sides:
             if given is not None:
-                size = [*keep.shape, shape.head_dim]
+                size = [*keep.shape, dim]
                 given = checked_numbers(f"rows.keep() was given {name}", given, size, like)
                 finite = given.isfinite()
                 if keep.dtype == torch.bool:  # in the other columns there may be anything

@@ -21,11 +21,12 @@ class LayerShape:
     Attributes:
         num_heads: Query heads.
         num_kv_heads: Key/value heads.
-        head_dim: Size of one head.
+        head_dim: Size of one head of queries and keys.
         dtype: Precision of keys and values.
         device: Device of keys and values.
         sliding_window: Tokens a query sees, its own included: the query at position p sees
             rows at positions above ``p - sliding_window``. ``None``: all rows before it.
+        value_dim: Size of one head of values; by default that of keys.
     """
 
     num_heads: int
@@ -34,11 +35,14 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
     sliding_window: int | None = None
+    value_dim: int = attrs.field(
+        default=attrs.Factory(lambda self: self.head_dim, takes_self=True), kw_only=True
+    )
 
     @property
     def row_bytes(self) -> int:
         """Bytes of the keys and values of one token, in all heads, in the model's precision."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.num_kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
 
     def zeros(self, *size: int) -> Tensor:
         """Zeros in this layer's dtype and on its device."""

@@ -22,19 +22,20 @@ class StoredRows:
     Attributes:
         shape: Shape of each layer.
         slab: What is stored, ``[N, H_kv, R, ...]`` of ``N`` slots of ``R`` rows.
+        dim: Size of a row, ``D``: that of keys, or of values.
         bits: Bits of a number; 0: as many as the model's precision has, and what is stored is what
             is read.
     """
 
     bits = 0
 
-    def __init__(self, shape: LayerShape, slab: Tensor) -> None:
-        self.shape, self.slab = shape, slab
+    def __init__(self, shape: LayerShape, slab: Tensor, dim: int) -> None:
+        self.shape, self.slab, self.dim = shape, slab, dim
 
     @classmethod
-    def allocate(cls, shape: LayerShape, num_slots: int, capacity: int) -> Self:
-        """Empty rows of some slots; all bytes are 0."""
-        return cls(shape, shape.zeros(num_slots, shape.num_kv_heads, capacity, shape.head_dim))
+    def allocate(cls, shape: LayerShape, num_slots: int, capacity: int, dim: int) -> Self:
+        """Empty rows of some slots, each of size ``dim``; all bytes are 0."""
+        return cls(shape, shape.zeros(num_slots, shape.num_kv_heads, capacity, dim), dim)
 
     def encode(self, rows: Tensor) -> Tensor:
         """What is stored of rows ``[..., D]``."""
@@ -54,7 +55,7 @@ class StoredRows:
 
     def of_slots(self, slots: slice) -> Self:
         """The rows of some of its slots, in the same memory."""
-        return type(self)(self.shape, self.slab[slots])
+        return type(self)(self.shape, self.slab[slots], self.dim)
 
 
 @attrs.frozen(eq=False)
@@ -68,8 +69,11 @@ class RowStore:
     def allocate(cls, shape: LayerShape, slab: Slab, num_slots: int) -> Self:
         """Empty rows of some slots, in the form that is wanted of a slab."""
         sides = (
-            form_of(bits).allocate(shape, num_slots, slab.capacity)
-            for bits in (slab.key_bits, slab.value_bits)
+            form_of(bits).allocate(shape, num_slots, slab.capacity, dim)
+            for bits, dim in (
+                (slab.key_bits, shape.head_dim),
+                (slab.value_bits, shape.value_dim),
+            )
         )
         return cls(*sides)
 

@@ -170,7 +170,9 @@ def _layer_identity(shape: dict[str, Any], slab: Slab) -> dict[str, Any]:
     """What snapshots have in common in one layer."""
     del shape["device"]
     shape["dtype"] = str(shape["dtype"]).removeprefix("torch.")
-    # Only if it is not the default, so that older snapshots stay valid.
+    # Only what is not the default, so that older snapshots stay valid.
+    if shape["value_dim"] == shape["head_dim"]:
+        del shape["value_dim"]
     bits = {"key_bits": slab.key_bits, "value_bits": slab.value_bits}
     integers = bits if any(bits.values()) else {}
     ragged = {"ragged": slab.ragged, **integers}

@@ -32,6 +32,12 @@ from kvpolicy.model.config import (
 )
 from kvpolicy.model.fingerprint import ModelFingerprint
 from kvpolicy.model.forward_input import Annotating, ForwardInput, under_way
+from kvpolicy.model.latent import (
+    LATENT_ATTENTION,
+    latent_attention,
+    latent_modules,
+    store_latents,
+)
 from kvpolicy.model.packed import PackedWeights, packed_weights
 from kvpolicy.model.rope import Rotation
 from kvpolicy.model.rope_types import (
@@ -96,6 +102,7 @@ class ModelAdapter:
             )
             raise ModelError(msg) from error
         AttentionInterface.register(ATTENTION, attention_function)
+        AttentionInterface.register(LATENT_ATTENTION, latent_attention)
         self.processes = processes_of(model, self._config)
         self._run_own_hooks = run_own_hooks
         self._steered: frozenset[int] = frozenset()
@@ -118,6 +125,7 @@ class ModelAdapter:
         check_runs(model, config)
         check_rope(model)
         self._windows = sliding_windows(config)
+        self._latents = latent_modules(model)
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.max_positions = max_positions(config)
@@ -220,9 +228,11 @@ class ModelAdapter:
         devices = map(_device_of, decoder_layers(self.model))
         shards = self.processes.num_shards
         return [
-            layer_shape(config, self.model.dtype, device, window, shards)
-            for config, device, window in zip(
-                layer_configs(self._config), devices, self._windows, strict=True
+            layer_shape(
+                config, self.model.dtype, device, window, shards, latent=index in self._latents
+            )
+            for index, (config, device, window) in enumerate(
+                zip(layer_configs(self._config), devices, self._windows, strict=True)
             )
         ]
 
@@ -343,6 +353,8 @@ class ModelAdapter:
         if self._reads_states:
             decoder = copies.hookable(self.model.get_decoder())
             decoder.register_forward_hook(_receive_states, with_kwargs=True)
+        for module in self._latents.values():
+            store_latents(copies, module)
         layers = decoder_layers(self.model)
         for layer_idx in self._steered:
             layer = copies.hookable(layers[layer_idx])
@@ -454,8 +466,9 @@ class StepCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Store the new rows of a layer; return all rows to attend to, ``[B, H_kv, T, D]``."""
         shape = self._step.cache.layers[layer_idx].shape
-        expected = (shape.num_kv_heads, shape.head_dim)
-        for states in (key_states, value_states):
+        sizes = (shape.head_dim, shape.value_dim)
+        for states, size in zip((key_states, value_states), sizes, strict=True):
+            expected = (shape.num_kv_heads, size)
             if states.shape[1::2] != expected:
                 heads, width = states.shape[1::2]
                 msg = (

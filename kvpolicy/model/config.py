@@ -33,8 +33,6 @@ def check_runs(model: PreTrainedModel, config: Any) -> None:
         reason = "its configuration does not give the number of its layers"
     elif not all(isinstance(getattr(one, "num_attention_heads", None), int) for one in layers):
         reason = "its configuration names no attention heads; the engine evicts keys and values"
-    elif any(getattr(one, "kv_lora_rank", None) for one in layers):
-        reason = "its attention is multi-head latent, which keeps no keys and values per head"
     elif not isinstance(getattr(config, "max_position_embeddings", None), int):
         reason = "its configuration does not give the number of positions of a sequence"
     elif getattr(model, "get_output_embeddings", lambda: None)() is None:
@@ -67,6 +65,8 @@ def layer_shape(
     device: torch.device,
     sliding_window: int | None = None,
     num_shards: int = 1,
+    *,
+    latent: bool = False,
 ) -> LayerShape:
     """Shape of the keys and values of a layer, from the model's configuration.
 
@@ -76,12 +76,21 @@ def layer_shape(
         device: Device of keys and values.
         sliding_window: Tokens that a query sees; ``None`` for all.
         num_shards: Processes that share its heads.
+        latent: Whether it stores latents, as rows of one head, see `kvpolicy.model.latent`.
     """
     num_heads: int = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    if latent:
+        num_kv_heads, value_dim = num_shards, config.kv_lora_rank
+        head_dim = value_dim + config.qk_rope_head_dim
+    elif getattr(config, "kv_lora_rank", None):  # releases that store what latents are expanded to
+        num_kv_heads, head_dim = num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
     num_heads, num_kv_heads = num_heads // num_shards, num_kv_heads // num_shards
-    return LayerShape(num_heads, num_kv_heads, head_dim, dtype, device, sliding_window)
+    return LayerShape(
+        num_heads, num_kv_heads, head_dim, dtype, device, sliding_window, value_dim=value_dim
+    )
 
 
 def sliding_windows(config: Any) -> list[int | None]:

@@ -21,6 +21,18 @@ PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6]
 
 #: Supported models that are not in the list of families.
 RUN: dict[str, dict[str, Any]] = {
+    # Keys and values of different sizes, or latents, as the release stores them.
+    "deepseek_v3": {
+        "n_group": 1,
+        "topk_group": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 12,
+        "head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+    },
     "gemma": {},
     "granite": {},
     "gpt_neox": {},

@@ -37,6 +37,7 @@ class Forward:
     reach: int | None
     seed: int
     spread: bool = False  # whether the slots of the sequences are not neighbours
+    value_dim: int = HEAD_DIM
 
     @property
     def visible(self) -> Visible:
@@ -50,16 +51,20 @@ class Forward:
         num_rows = max(map(sum, zip(self.before, self.lengths, strict=True)))
         heads = self.num_kv_heads * self.group
         queries = torch.randn(num, width, heads, HEAD_DIM, generator=rng).transpose(1, 2)
-        slabs = torch.randn(2, 2 * num, self.num_kv_heads, num_rows + 3, HEAD_DIM, generator=rng)
+        slabs = (
+            torch.randn(2 * num, self.num_kv_heads, num_rows + 3, size, generator=rng)
+            for size in (HEAD_DIM, self.value_dim)
+        )
         served = slice(0, 2 * num, 2) if self.spread else slice(num)
-        keys, values = slabs.to(dtype)[:, served, :, :num_rows]
+        keys, values = (slab.to(dtype)[served, :, :num_rows] for slab in slabs)
         return queries.to(dtype), keys, values
 
 
 def expected(forward: Forward, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Output of each token, and the weights that each row receives, in double precision."""
     queries, keys, values = (tensor.double() for tensor in given)
-    output, sums = torch.zeros_like(queries), torch.zeros(keys.shape[:3], dtype=torch.float64)
+    output = queries.new_zeros(*queries.shape[:3], values.shape[3])
+    sums = torch.zeros(keys.shape[:3], dtype=torch.float64)
     for b, (before, length) in enumerate(zip(forward.before, forward.lengths, strict=True)):
         for token in range(length):
             end = before + token + 1
@@ -81,6 +86,7 @@ forwards = st.builds(
     reach=st.none() | st.integers(1, 12),
     seed=seeds,
     spread=st.booleans(),
+    value_dim=st.sampled_from([HEAD_DIM, 3, 20]),
 )
 
 
@@ -122,8 +128,10 @@ def test_prompts_attend_to_what_comes_before_each_token(
         Forward([40], [17], 2, 2, None, 0),
         Forward([0, 40, 33], [17, 17, 4], 2, 3, None, 0),
         Forward([40, 33], [17, 4], 2, 2, 20, 0),
+        Forward([40, 33], [17, 4], 2, 2, None, 0, value_dim=6),
+        Forward([0], [17], 2, 2, None, 0, value_dim=12),
     ],
-    ids=["one", "unequal", "window"],
+    ids=["one", "unequal", "window", "smaller values", "larger values"],
 )
 def test_every_precision_and_device_has_kernels(
     forward: Forward, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -65,15 +65,19 @@ def cases(
     slides: bool | None = None,
     empty: float = 0.0,
     adjacent: bool = False,
+    one_size: bool = True,
     device: torch.device | str = "cpu",
 ) -> Case:
     """Cases on a device, with some number in rows that are not held.
+
+    Heads of values have the size of those of keys, or, without ``one_size``, any.
 
     The slots of a layer may be adjacent, or lie among those of other layers.
     """
     slots, heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     group = draw(st.sampled_from([1, 3, 4, 8]))
     dim = draw(st.sampled_from([8, 20, 64]))
+    value_dim = dim if one_size else draw(st.sampled_from([dim, 12, 40]))
     capacity = draw(st.sampled_from([1, 9, 70, 150]))
     dtype = draw(st.sampled_from(list(TOLERANCE)))
     slides = draw(st.booleans()) if slides is None else slides
@@ -103,9 +107,9 @@ def cases(
         "query": normal(slots, heads * group, dim).to(dtype),
         "key": normal(slots, heads, dim).to(dtype),
         # As models make them: heads behind tokens.
-        "value": normal(heads, slots, dim).to(dtype).transpose(0, 1),
+        "value": normal(heads, slots, value_dim).to(dtype).transpose(0, 1),
         "keys": stacked(heads, capacity, dim, fill=empty, dtype=dtype),
-        "values": stacked(heads, capacity, dim, fill=empty, dtype=dtype),
+        "values": stacked(heads, capacity, value_dim, fill=empty, dtype=dtype),
         "positions": stacked(heads, capacity, fill=-1, dtype=torch.int64),
         "window": None,
         # Cut from the counts of layers with more heads.
@@ -129,7 +133,7 @@ def cases(
             old = torch.randperm(length, generator=rng)[:num].sort().values
             tensors["positions"][slot, head, :num] = old.to(device)
             for slab in (tensors["keys"], tensors["values"]):
-                slab[slot, head, :num] = normal(num, dim).to(device, dtype)
+                slab[slot, head, :num] = normal(num, slab.shape[3]).to(device, dtype)
             for slab in (*tracks, *accumulated.values()):
                 slab[slot, head, :num] = normal(num).to(device)
     options = {
@@ -233,7 +237,8 @@ def expected(case: Case) -> Expected:
     accumulated = {name: track.cpu().clone() for name, track in case.accumulated.items()}
     window = case.options["sliding_window"]
     capacity, dim = named["keys"].shape[2:]
-    output = torch.zeros(named["query"].shape, dtype=torch.float64)
+    of_heads = (*named["query"].shape[:2], named["values"].shape[3])
+    output = torch.zeros(of_heads, dtype=torch.float64)
     wanted = Expected(output, named, tracks, accumulated)
     for slot, head in torch.cartesian_prod(*map(torch.arange, named["rows"].shape)).view(-1, 2):
         if not named["live"][slot]:

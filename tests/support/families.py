@@ -36,7 +36,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     # transformers 5.2 does not name its layer types, so the error comes from a forward.
     "jamba": ({}, "linear_attention|mamba|0 of its 2 layers use the cache"),
     "llama4_text": ({}, "chunked_attention"),
-    "deepseek_v3": ({"n_group": 1, "topk_group": 1}, "latent"),
     "gpt2": ({"n_embd": 32, "n_layer": 1, "n_head": 4}, "decoder layers"),
     "stablelm": ({}, "arguments"),
     "nemotron": ({}, "arguments|0 of its 2 layers use the cache"),

@@ -18,13 +18,14 @@ def attention(query, keys, values, seen, scaling, softcap=None, sink=None):
         logits.append(softcap * math.tanh(x / softcap) if seen[row] and softcap else x)
     visible = [x for x in logits if x is not None]
     if not visible:
-        return [0.0] * len(query), [0.0] * len(keys), logits
+        return [0.0] * len(values[0]), [0.0] * len(keys), logits
     top = max(visible if sink is None else [*visible, sink])
     total = sum(math.exp(x - top) for x in visible)
     total += 0.0 if sink is None else math.exp(sink - top)
     weights = [0.0 if x is None else math.exp(x - top) / total for x in logits]
     rows = range(len(keys))
-    output = [sum(weights[r] * values[r][d] for r in rows if seen[r]) for d in range(len(query))]
+    dims = range(len(values[0]))
+    output = [sum(weights[r] * values[r][d] for r in rows if seen[r]) for d in dims]
     return output, weights, logits
 
 

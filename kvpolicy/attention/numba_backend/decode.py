@@ -100,7 +100,9 @@ def _attend(
     softcap,
     output,
 ):
-    """Attend from the heads of a group, ``[G, D]``, to the rows of their KV head, ``[T, D]``.
+    """Attend from the heads of a group, ``[G, D]``, to the rows of their KV head.
+
+    Keys are ``[T, D]``, values and the output of any other size, ``[T, V]``.
 
     Accumulators that are not wanted are empty, the others ``[T]``.
     """
@@ -117,7 +119,7 @@ def _attend(
     for row in range(num_rows):
         for member in range(group):
             weight = weights[member, row]
-            for i in range(dim):
+            for i in range(values.shape[1]):
                 output[member, i] += weight * values[row, i]
 
 
@@ -260,7 +262,7 @@ class NumbaLayer:
             )
         if layer.slides:
             rows = drop_oldest(layer).numpy()
-        output = torch.empty(query.shape)
+        output = torch.empty(*query.shape[:2], value.shape[2])
         take_threads()
         self.kernel(
             query.float().numpy(),

@@ -186,7 +186,7 @@ def attend_to_rows(
         output = F.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=mask, scale=scaling
         )
-        return output.reshape(query.shape)
+        return output.reshape(*query.shape[:2], -1)
     if keys.dtype == torch.float16:
         # A product of large keys and queries may exceed what half precision can hold.
         grouped, keys = grouped.float(), keys.float()
@@ -196,7 +196,7 @@ def attend_to_rows(
     weights = softmax.weights_of(logits, overwrite=not read_logits(accumulated))[:, :, :, 0]
     if accumulated:
         accumulate(accumulated, weights, logits[:, :, :, 0], live)
-    return (weights.to(values.dtype) @ values).reshape(query.shape)
+    return (weights.to(values.dtype) @ values).reshape(*query.shape[:2], -1)
 
 
 def _attend_to_integers(

@@ -61,6 +61,13 @@ def _check_prefill_buffer(plan: ResolvedPlan, layer: LayerPlan, shape: LayerShap
 
 def _check_rows(plan: ResolvedPlan, layer: LayerPlan, shape: LayerShape) -> None:
     """The step and the least number of a row have an even address behind its codes."""
+    if layer.rows != PLAIN_ROWS and shape.head_dim != shape.value_dim:
+        msg = (
+            f"{plan.name} stores the rows of layer {layer.layer_idx} in integers, and the keys of "
+            f"this model have {shape.head_dim} channels, its values {shape.value_dim}; write "
+            'rows = "model" for this layer'
+        )
+        raise PlanError(msg)
     if layer.rows != PLAIN_ROWS and shape.head_dim % MULTIPLE:
         msg = (
             f"{plan.name} stores the rows of layer {layer.layer_idx} in integers, and the heads of "

@@ -260,8 +260,10 @@ def _problem(snapshot: SequenceSnapshot) -> str | None:
         if layer.prompt_rows > num_rows:
             return f"layer {index} has {num_rows} rows, {layer.prompt_rows} of them of a prompt"
         expected: dict[str, tuple[list[int], torch.dtype]] = {
-            "keys": _expected_rows(shape, num_rows, shape.get("key_bits", 0)),
-            "values": _expected_rows(shape, num_rows, shape.get("value_bits", 0)),
+            "keys": _expected_rows(shape, num_rows, size, shape.get("key_bits", 0)),
+            "values": _expected_rows(
+                shape, num_rows, shape.get("value_dim", size), shape.get("value_bits", 0)
+            ),
             "positions": ([heads, num_rows], torch.int64),
             **{f"track.{name}": ([heads, num_rows], torch.float32) for name in shape["tracks"]},
             "queries": (
@@ -298,13 +300,13 @@ def _problem(snapshot: SequenceSnapshot) -> str | None:
 
 
 def _expected_rows(
-    shape: dict[str, Any], num_rows: int, bits: int
+    shape: dict[str, Any], num_rows: int, dim: int, bits: int
 ) -> tuple[list[int], torch.dtype]:
     """Shape and dtype of the keys or values of a layer, as they are stored."""
     size = [shape["num_kv_heads"], num_rows]
     if bits:
-        return [*size, bytes_of_row(shape["head_dim"], bits)], torch.uint8
-    return [*size, shape["head_dim"]], getattr(torch, shape["dtype"])
+        return [*size, bytes_of_row(dim, bits)], torch.uint8
+    return [*size, dim], getattr(torch, shape["dtype"])
 
 
 def _refused(path: Path, problem: str) -> SnapshotError:
