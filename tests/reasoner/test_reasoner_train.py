@@ -131,7 +131,9 @@ def work_for_long(processes):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks the process that is killed")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)]
+)
 def test_processes_of_a_training_end_with_the_one_that_began_them(tmp_path, number):
     fifo = tmp_path / "alive"
     os.mkfifo(fifo)

@@ -19,9 +19,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Two files run with every change: what texts of others can do, and whether charts are right.
     """
     for item in items:
-        if Path(__file__).parent in item.path.parents and "browser" in getattr(
-            item, "fixturenames", ()
-        ):
+        # Names first: few tests have the fixture, and there are thousands of paths.
+        has_browser = "browser" in getattr(item, "fixturenames", ())
+        if has_browser and Path(__file__).parent in item.path.parents:
             is_first = item.path.name in ("test_hostile.py", "test_page.py")
             item.add_marker(pytest.mark.slow if is_first else pytest.mark.nightly)
 
