@@ -512,8 +512,9 @@ class Checks:
         """A folder with tests and pages, and no sources."""
         away = self._gate.work / "away"
         if not away.exists():
+            half_written = shutil.ignore_patterns("*.pyc.*")  # by tests that run beside this
             for name in ("tests", "docs"):
-                shutil.copytree(self._gate.root / name, away / name)
+                shutil.copytree(self._gate.root / name, away / name, ignore=half_written)
             for pattern in ("*.md", "LICENSE", "*.toml", "*.txt"):
                 for file in self._gate.root.glob(pattern):
                     shutil.copy2(file, away)
