@@ -4,6 +4,7 @@ Forms of values come from the rules of the fields, descriptions from the docstri
 is of draft 7, which editors support.
 """
 
+import inspect
 import re
 from typing import Any
 
@@ -69,8 +70,8 @@ def _summary(cls: type) -> str:
 
 def _descriptions(cls: type) -> dict[str, str]:
     """The section "Attributes" of a docstring, by field."""
-    section = (cls.__doc__ or "").partition("Attributes:")[2]
-    entries = re.findall(r"^ {8}(\w+): (.*?)(?=^ {8}\w|\Z)", section, re.M | re.S)
+    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:")[2]
+    entries = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z)", section, re.M | re.S)
     return {name: _without_backticks(" ".join(text.split())) for name, text in entries}
 
 
