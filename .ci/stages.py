@@ -576,13 +576,15 @@ GPU_SOFTWARE = (
     *("torch==2.11.0", "triton==3.6.0", "transformers==5.17.0", "numpy==2.5.2", "attrs", "pluggy"),
     *("scipy", "typer", "rich", "numba", "hypothesis", "pytest", "pytest-benchmark"),
 )
-# Tests of attention while decoding: every layout of rows, head sizes, windows and sums of weights.
+# Tests of attention while decoding: every layout of rows, head sizes, windows and sums of weights;
+# and of weights in integers.
 DECODING = (
     *("tests/attention/test_on_cpu.py", "tests/cache/test_windows.py"),
     *("tests/engine/memory/test_shared_heads.py", "tests/engine/eviction/test_budgets.py"),
     *("tests/engine/test_accumulators.py", "tests/engine/test_combinations.py"),
     *("tests/engine/test_exactness.py", "tests/engine/test_static_steps.py"),
     "tests/hf/test_policy_cache.py::test_every_model_family_equals_the_engine",
+    "tests/model/test_weight_forms.py",
 )
 # Tests of what calls transformers, and files among them that only use a model that it has built.
 SEAM = (
@@ -593,6 +595,7 @@ NOT_SEAM = (
     *("tests/hf/test_policy_cache_hooks.py", "tests/model/test_attention.py"),
     *("tests/model/test_fingerprint.py", "tests/model/test_graph_guard.py"),
     *("tests/model/test_graphs.py", "tests/model/test_packed.py", "tests/model/test_rotation.py"),
+    "tests/model/test_weight_forms.py",
 )
 # Third parties' packages, with a plan of each.
 EXAMPLES = {"kvpolicy-recency": "plan.toml", "kvpolicy-usage": "answers.toml"}

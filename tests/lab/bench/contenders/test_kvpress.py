@@ -20,6 +20,7 @@ from kvpolicy.lab.bench.contenders.contender import (
     KVPRESS,
     LIMIT,
     MODEL_ALONE,
+    PRODUCTS_ALONE,
     Contender,
 )
 from kvpolicy.lab.bench.contenders.form import Form
@@ -30,6 +31,9 @@ from kvpolicy.lab.bench.rounds.turns import measure
 from kvpolicy.lab.bench.workload import Decode, Text
 from kvpolicy.lab.sweep.grid import Cell, build_cells
 from kvpolicy.lab.sweep.sweep_file import Series
+
+# Contenders that are left out where a press is compared with policies.
+NOT_COMPARED = (LIMIT, PRODUCTS_ALONE, CONTINUOUS)
 
 
 def fake_kvpress() -> tuple[ModuleType, list[Any]]:
@@ -61,7 +65,7 @@ def fake_kvpress() -> tuple[ModuleType, list[Any]]:
 
 
 def contenders_of(mine: list[Cell]) -> tuple[Contender, ...]:
-    found = build_contenders([Form.plain(tiny_model())], mine, without=[LIMIT, CONTINUOUS])
+    found = build_contenders([Form.plain(tiny_model())], mine, without=NOT_COMPARED)
     assert found.absent == {}
     return tuple(one for one in found.all if one.decode is not None)
 
@@ -113,9 +117,7 @@ def test_a_missing_kvpress_is_reported_with_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "kvpress", None)
-    found = build_contenders(
-        [Form.plain(tiny_model())], cells("knorm"), without=[LIMIT, CONTINUOUS]
-    )
+    found = build_contenders([Form.plain(tiny_model())], cells("knorm"), without=NOT_COMPARED)
     assert [one.name for one in found.all] == [MODEL_ALONE, GENERATE, FORWARD, "knorm"]
     assert "cannot be imported" in found.absent["kvpress"]
     assert ".[benchmarks]" in found.absent["kvpress"]
