@@ -25,8 +25,8 @@ _ROUNDING = 2**-8
 
 
 def group_size(head_dim: int, bits: int) -> int:
-    """Channels that share a step."""
-    return head_dim if bits == 8 else gcd(head_dim, _GROUP)
+    """Channels that share a step; with 0 bits, as numbers are, all channels are one group."""
+    return gcd(head_dim, _GROUP) if bits == 4 else head_dim
 
 
 def bytes_of_row(head_dim: int, bits: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from decode_cases import Case, cases
+from decode_cases import Case, assert_as_expected, cases, expected
 from fresh_process import run_fresh
 from hypothesis import assume, given
 from torch import Tensor
@@ -141,7 +141,15 @@ def attended_alone(case: Case, slot: int) -> Tensor:
 
 
 @needs_numba
-@given(case=cases(adjacent=True))
+@given(case=cases(adjacent=True, capacities=[300]))
+def test_rows_that_are_attended_to_in_parts_are_those_of_loops(case: Case) -> None:
+    assume(case.dtype == torch.float32)
+    wanted = expected(case)
+    assert_as_expected(case, attend(case.layer, **case.new), wanted)
+
+
+@needs_numba
+@given(case=cases(adjacent=True, capacities=[1, 9, 70, 300]))
 def test_a_slot_equals_itself_alone_to_the_bit(case: Case) -> None:
     assume(case.dtype == torch.float32)
     alone = [attended_alone(case, slot) for slot in range(len(case.layer.keys))]

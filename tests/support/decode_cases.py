@@ -1,5 +1,7 @@
 """Slabs with a new token each, and what loops make of them: cases for the operator of decoding."""
 
+from collections.abc import Sequence
+
 import attrs
 import slab_reference as reference
 import torch
@@ -66,6 +68,7 @@ def cases(
     empty: float = 0.0,
     adjacent: bool = False,
     one_size: bool = True,
+    capacities: Sequence[int] = (1, 9, 70, 150),
     device: torch.device | str = "cpu",
 ) -> Case:
     """Cases on a device, with some number in rows that are not held.
@@ -78,7 +81,7 @@ def cases(
     group = draw(st.sampled_from([1, 3, 4, 8]))
     dim = draw(st.sampled_from([8, 20, 64]))
     value_dim = dim if one_size else draw(st.sampled_from([dim, 12, 40]))
-    capacity = draw(st.sampled_from([1, 9, 70, 150]))
+    capacity = draw(st.sampled_from(capacities))
     dtype = draw(st.sampled_from(list(TOLERANCE)))
     slides = draw(st.booleans()) if slides is None else slides
     rng = torch.Generator().manual_seed(draw(seeds))

@@ -10,21 +10,14 @@ class NumbaBackend(TorchBackend):
     """Decodes in Numba. Numba is imported when a layer is bound, as that takes a second."""
 
     def bind(self, layer: DecodeLayer) -> Decode:
-        """Attend in one call for a layer, in which each held row is read once.
-
-        Rows of which one side only is in integers are attended to in torch.
-        """
+        """Attend in one call for a layer, in which each held row is read once."""
         from kvpolicy.numba_common import can_run
 
-        if not can_run():
-            return super().bind(layer)
-        if layer.is_plain:
+        sides = (layer.keys, layer.key_bits), (layer.values, layer.value_bits)
+        numbers = [slab for slab, bits in sides if not bits]
+        numbers += [] if layer.window is None else [layer.window]
+        if can_run() and all(one.dtype == torch.float32 for one in numbers):
             from kvpolicy.attention.numba_backend.decode import NumbaLayer
 
             return NumbaLayer(layer)
-        in_fp32 = layer.window is None or layer.window.dtype == torch.float32
-        if layer.key_bits and layer.value_bits and in_fp32:
-            from kvpolicy.attention.numba_backend.integers import NumbaIntegers
-
-            return NumbaIntegers(layer)
         return super().bind(layer)

@@ -1,9 +1,12 @@
 """Decode attention in Numba: one call for a layer, and each held row is read once.
 
 torch has no operation for one query and several heads of a group that reads memory as fast as it
-can be read, and it takes several operations to store a row. Here every slot and KV head is a task
-of its own: it stores the new row, and attends to the rows that it holds, in an order that does not
-depend on other slots. Tasks are shared among the threads of OpenMP that torch uses.
+can be read, and it takes several operations to store a row. Here the rows of a slot and KV head are
+cut into parts, each of which is a task of its own: it attends to its rows, a block at a time, which
+integers become numbers in; the part with the newest row stores that before. The outputs of parts
+are then added, weighted by their sums of exponentials (Flash-Decoding, Dao et al., 2023), in an
+order that does not depend on other slots. Tasks are shared among the threads of OpenMP that torch
+uses.
 
 Importing it needs the extra ``cpu``.
 """
@@ -15,6 +18,19 @@ from torch import Tensor
 
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.base import DecodeLayer, window_factor
+from kvpolicy.attention.integers import group_size
+from kvpolicy.attention.numba_backend.lanes import (
+    LANES,
+    WIDE,
+    larger,
+    plus_product,
+    read,
+    repeated,
+    write,
+    write_sums,
+    zeros,
+)
+from kvpolicy.attention.numba_backend.rows import numbers, store
 from kvpolicy.attention.torch_backend.decode import drop_oldest, store_and_attend
 from kvpolicy.numba_common import FASTMATH, is_forked, start_threads, take_threads
 
@@ -24,6 +40,9 @@ _NO_WINDOW = np.empty((0, 0, 0, 0), dtype=np.float32)
 _NO_TRACK = np.empty((0, 0, 0), dtype=np.float32)
 _NO_BOUNDS = np.empty((0, 0), dtype=np.int64)
 _NO_SINKS = np.empty(0, dtype=np.float32)
+
+_PART = 256  # rows of a task at most: enough tasks for all threads, and each is worth its start
+_BLOCK = 32  # rows that become numbers at once, which stay in the first cache
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -51,94 +70,239 @@ def _exp(numbers, most, powers):
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def weigh(weights, sums, squares, squares_logit, squares_logit2, sinks, softcap):
-    """Make weights of the logits of a group, ``[G, T]``, in place, and accumulate them.
+def _dots(query, rows, first, logits):
+    """Logits of the heads of a group, ``[G, D]``, for rows ``[T, D]``, from a column on.
 
-    Accumulators that are not wanted are empty, the others ``[T]``.
+    Four are written at once: there may be up to three more columns behind the last one.
     """
-    group, num_rows = weights.shape
-    # What the softmax reads, for accumulators that need it.
-    read = np.empty(max(squares_logit.shape[0], squares_logit2.shape[0]), np.float32)
-    powers = np.empty(num_rows, np.int32)
-    for member in range(group):
-        logits = weights[member]
-        if softcap:
-            for row in range(num_rows):
-                logits[row] = softcap * np.tanh(logits[row] / softcap)
-        for row in range(read.shape[0]):
-            read[row] = logits[row]
-        most = sinks[member] if sinks.shape[0] else logits[0]
+    (members, dim), num_rows = query.shape, rows.shape[0]
+    whole, wide = dim - dim % LANES, dim - dim % WIDE
+    for row in range(0, num_rows, 4):
+        second, third = min(row + 1, num_rows - 1), min(row + 2, num_rows - 1)
+        fourth = min(row + 3, num_rows - 1)
+        for member in range(members):
+            a = b = c = d = zeros()
+            for i in range(0, wide, WIDE):
+                for part in range(i, i + WIDE, LANES):
+                    own = read(query, member, part)
+                    a = plus_product(a, own, read(rows, row, part))
+                    b = plus_product(b, own, read(rows, second, part))
+                    c = plus_product(c, own, read(rows, third, part))
+                    d = plus_product(d, own, read(rows, fourth, part))
+            for i in range(wide, whole, LANES):
+                own = read(query, member, i)
+                a = plus_product(a, own, read(rows, row, i))
+                b = plus_product(b, own, read(rows, second, i))
+                c = plus_product(c, own, read(rows, third, i))
+                d = plus_product(d, own, read(rows, fourth, i))
+            write_sums(logits, member, first + row, a, b, c, d)
+    for member in range(members if whole < dim else 0):
         for row in range(num_rows):
-            most = max(most, logits[row])
-        _exp(logits, most, powers)
-        total = np.exp(sinks[member] - most) if sinks.shape[0] else np.float32(0)
-        for row in range(num_rows):
-            total += logits[row]
-        for row in range(num_rows):
-            logits[row] /= total
-        for row in range(sums.shape[0]):
-            sums[row] += logits[row]
-        for row in range(squares.shape[0]):
-            squares[row] += logits[row] * logits[row]
-        for row in range(squares_logit.shape[0]):
-            squares_logit[row] += logits[row] * logits[row] * read[row]
-        for row in range(squares_logit2.shape[0]):
-            squares_logit2[row] += logits[row] * logits[row] * read[row] * read[row]
+            number = np.float32(0)
+            for i in range(whole, dim):
+                number += query[member, i] * rows[row, i]
+            logits[member, first + row] += number
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def _attend(
-    query,
-    keys,
-    values,
-    sums,
-    squares,
-    squares_logit,
-    squares_logit2,
-    sinks,
-    scaling,
-    softcap,
-    output,
-):
-    """Attend from the heads of a group, ``[G, D]``, to the rows of their KV head.
+def _add(weights, rows, first, output):
+    """Add rows ``[T, D]`` under weights ``[G, ...]``, from a column on, to ``[G, D]``."""
+    (members, dim), num_rows = output.shape, rows.shape[0]
+    whole, wide = dim - dim % LANES, dim - dim % WIDE
+    for i in range(0, wide, WIDE):
+        for member in range(members):
+            # As many sums as a processor adds to at a time.
+            a, b = read(output, member, i), read(output, member, i + LANES)
+            c, d = read(output, member, i + 2 * LANES), read(output, member, i + 3 * LANES)
+            for row in range(num_rows):
+                weight = repeated(weights[member, first + row])
+                a = plus_product(a, weight, read(rows, row, i))
+                b = plus_product(b, weight, read(rows, row, i + LANES))
+                c = plus_product(c, weight, read(rows, row, i + 2 * LANES))
+                d = plus_product(d, weight, read(rows, row, i + 3 * LANES))
+            write(output, member, i, a)
+            write(output, member, i + LANES, b)
+            write(output, member, i + 2 * LANES, c)
+            write(output, member, i + 3 * LANES, d)
+    for i in range(wide, whole, LANES):
+        for member in range(members):
+            a = read(output, member, i)
+            for row in range(num_rows):
+                weight = repeated(weights[member, first + row])
+                a = plus_product(a, weight, read(rows, row, i))
+            write(output, member, i, a)
+    for member in range(members if whole < dim else 0):
+        for row in range(num_rows):
+            weight = weights[member, first + row]
+            for i in range(whole, dim):
+                output[member, i] += weight * rows[row, i]
 
-    Keys are ``[T, D]``, values and the output of any other size, ``[T, V]``.
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _most(logits, num_rows):
+    """The largest of the first numbers of an array ``[1, ...]``, of which there is one."""
+    most, whole = logits[0, 0], num_rows - num_rows % LANES
+    lanes = repeated(most)
+    for row in range(0, whole, LANES):
+        lanes = larger(lanes, read(logits, 0, row))
+    found = np.empty((1, LANES), np.float32)
+    write(found, 0, 0, lanes)
+    for lane in range(LANES):
+        most = max(most, found[0, lane])
+    for row in range(whole, num_rows):
+        most = max(most, logits[0, row])
+    return most
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _attend(query, keys, values, forms, softcap, logits, most, total, output):
+    """Attend from the heads of a group to some rows of their KV head.
+
+    Args:
+        query: ``[G, D]``, with the factor on the logits.
+        keys: Bytes of ``T`` rows, ``[T, ...]``.
+        values: Likewise.
+        forms: Bits of a number, and channels of a group, of keys and of values.
+        softcap: See `Decode`.
+        logits: Receives what the softmax reads, ``[G, >= T + 3]``, unless it is empty.
+        most: Receives the largest logit of each head, ``[G]``.
+        total: Receives the sums of ``exp(logit - most)``, ``[G]``.
+        output: Receives the sums of values by these factors, ``[G, V]``.
+    """
+    (members, dim), num_rows = query.shape, keys.shape[0]
+    key_bits, key_size, value_bits, value_size = forms
+    scratch = np.empty((_BLOCK, dim), np.float32)
+    value_scratch = np.empty((_BLOCK, output.shape[1]), np.float32)
+    weights = np.empty((members, num_rows + 3), np.float32)
+    powers = np.empty(num_rows, np.int32)
+    for first in range(0, num_rows, _BLOCK):
+        block = numbers(keys[first : first + _BLOCK], key_bits, key_size, scratch)
+        _dots(query, block, first, weights)
+    for member in range(members):
+        own = weights[member, :num_rows]
+        if softcap:
+            for row in range(num_rows):
+                own[row] = softcap * np.tanh(own[row] / softcap)
+        if logits.shape[0]:
+            logits[member, :num_rows] = own
+        most[member] = _most(weights[member : member + 1], num_rows)
+        _exp(own, most[member], powers)
+        number = np.float32(0)
+        for row in range(num_rows):
+            number += own[row]
+        total[member] = number
+    output[:] = 0
+    for first in range(0, num_rows, _BLOCK):
+        block = numbers(values[first : first + _BLOCK], value_bits, value_size, value_scratch)
+        _add(weights, block, first, output)
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _combine(most, total, parts, sinks, output):
+    """Make the output of a group, ``[G, V]``, of those of parts of its rows, see `_attend`.
+
+    Afterwards ``most`` and ``total`` of the first part are those of all rows.
+    """
+    (num_parts, members), dim = most.shape, output.shape[1]
+    for member in range(members):
+        largest = sinks[member] if sinks.shape[0] else most[0, member]
+        for part in range(num_parts):
+            largest = max(largest, most[part, member])
+        whole = np.exp(sinks[member] - largest) if sinks.shape[0] else np.float32(0)
+        for part in range(num_parts):
+            whole += np.exp(most[part, member] - largest) * total[part, member]
+        output[member] = 0
+        for part in range(num_parts):
+            share = np.exp(most[part, member] - largest) / whole
+            for i in range(dim):
+                output[member, i] += share * parts[part, member, i]
+        most[0, member], total[0, member] = largest, whole
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _accumulate(logits, most, total, sums, squares, squares_logit, squares_logit2):
+    """Accumulate weights of rows, of logits that the softmax reads, ``[G, >= T]``.
 
     Accumulators that are not wanted are empty, the others ``[T]``.
     """
-    (group, dim), num_rows = query.shape, keys.shape[0]
-    weights = np.empty((group, num_rows), np.float32)
-    for row in range(num_rows):
-        for member in range(group):
-            logit = np.float32(0)
-            for i in range(dim):
-                logit += query[member, i] * keys[row, i]
-            weights[member, row] = logit * scaling
-    weigh(weights, sums, squares, squares_logit, squares_logit2, sinks, softcap)
-    output[:] = 0
-    for row in range(num_rows):
-        for member in range(group):
-            weight = weights[member, row]
-            for i in range(values.shape[1]):
-                output[member, i] += weight * values[row, i]
+    num_rows = max(sums.shape[0], squares.shape[0], squares_logit.shape[0], squares_logit2.shape[0])
+    weights, powers = np.empty(num_rows, np.float32), np.empty(num_rows, np.int32)
+    for member in range(logits.shape[0]):
+        read = logits[member, :num_rows]
+        weights[:] = read
+        _exp(weights, most[member], powers)
+        for row in range(num_rows):
+            weights[row] /= total[member]
+        for row in range(sums.shape[0]):
+            sums[row] += weights[row]
+        for row in range(squares.shape[0]):
+            squares[row] += weights[row] * weights[row]
+        for row in range(squares_logit.shape[0]):
+            squares_logit[row] += weights[row] * weights[row] * read[row]
+        for row in range(squares_logit2.shape[0]):
+            squares_logit2[row] += weights[row] * weights[row] * read[row] * read[row]
+
+
+@njit(error_model="numpy")
+def _tasks(positions, seq_len, live, bounds, capacity, rows, sliding_window):
+    """Cut what is attended to into parts of about as many rows, which are tasks.
+
+    How the rows of a head are cut depends on their number only, and with it the order in which
+    they are added up.
+
+    Returns:
+        Slot, KV head, first row and end in the slab of each task, ``[tasks, 4]``; and the tasks
+        before each slot and head, ``[W * H_kv + 1]``.
+    """
+    num_slots, num_heads = rows.shape
+    spans = np.zeros((num_slots * num_heads, 2), np.int64)
+    before = np.zeros(num_slots * num_heads + 1, np.int64)
+    for slot in range(num_slots):
+        for head in range(num_heads):
+            one = slot * num_heads + head
+            before[one + 1] = before[one]
+            if live[slot]:
+                # Slabs of heads that have segments are given as those of one head.
+                at, first, newest = head, 0, rows[slot, head]
+                if bounds.shape[0]:
+                    at, first = 0, bounds[slot, head]
+                    newest += bounds[slot, head + 1] - capacity
+                if sliding_window:
+                    unseen = seq_len[slot] - sliding_window
+                    first += np.searchsorted(positions[slot, at, first:newest], unseen, "right")
+                spans[one] = first, newest + 1
+                before[one + 1] += (newest - first) // _PART + 1
+    tasks = np.empty((before[-1], 4), np.int64)
+    for one in range(num_slots * num_heads):
+        num_parts = before[one + 1] - before[one]
+        first, end = spans[one]
+        for part in range(num_parts):
+            tasks[before[one] + part] = (
+                one // num_heads,
+                one % num_heads,
+                first + (end - first) * part // num_parts,
+                first + (end - first) * (part + 1) // num_parts,
+            )
+    return tasks, before
 
 
 # One form of the function for all calls: compiling it takes seconds.
-_ROWS, _SLAB, _SLAB_OF_NUMBERS = "f4[:,:,:]", "f4[:,:,:,::1]", "f4[:,:,::1]"
+_ROWS, _SLAB, _SLAB_OF_NUMBERS = "f4[:,:,:]", "u1[:,:,:,::1]", "f4[:,:,::1]"
 _SIGNATURE = (
     f"void({_ROWS}, {_ROWS}, {_ROWS}, {_SLAB}, {_SLAB}, i8[:,:,::1], "
-    f"{', '.join([_SLAB_OF_NUMBERS] * len(ACCUMULATORS))}, {_SLAB}, "
-    f"i8[:], b1[:], i8[:,:], i8, f4[:], i8[:,:], f4, f4, i8, f4, {_SLAB_OF_NUMBERS})"
+    f"{', '.join([_SLAB_OF_NUMBERS] * len(ACCUMULATORS))}, f4[:,:,:,::1], "
+    f"i8[:], b1[:], i8[:,:], i8, UniTuple(i8, 4), f4[:], i8[:,:], f4, f4, i8, f4, "
+    f"{_SLAB_OF_NUMBERS})"
 )
 
 
 @njit(error_model="numpy")
-def cut(track, slot, head, first, end):
+def _cut(track, slot, head, first, end):
     """The numbers of some rows, ``[T]``, or none if the track is not wanted."""
     return track[slot, head, first:end] if track.shape[0] else track[:, 0, 0]
 
 
-@njit(_SIGNATURE, parallel=True, cache=True, fastmath=FASTMATH, error_model="numpy")
+@njit(_SIGNATURE, parallel=True, cache=True, error_model="numpy")
 def _decode(
     query,
     key,
@@ -155,6 +319,7 @@ def _decode(
     live,
     bounds,
     capacity,
+    forms,
     sinks,
     rows,
     scaling,
@@ -165,43 +330,65 @@ def _decode(
 ):
     num_slots, num_heads = rows.shape
     group, dim = query.shape[1] // num_heads, query.shape[2]
-    for task in prange(num_slots * num_heads):
-        slot = task // num_heads
-        head = task - slot * num_heads
-        if live[slot]:
-            # Slabs of heads that have segments are given as those of one head, `at`.
-            at, first, newest, position = head, 0, rows[slot, head], seq_len[slot]
-            if bounds.shape[0]:
-                at, first = 0, bounds[slot, head]
-                newest += bounds[slot, head + 1] - capacity
-            keys[slot, at, newest] = key[slot, head]
-            values[slot, at, newest] = value[slot, head]
-            positions[slot, at, newest] = position
+    tasks, before = _tasks(positions, seq_len, live, bounds, capacity, rows, sliding_window)
+    num_tasks = len(tasks)
+    accumulates = max(len(sums), len(squares), len(squares_logit), len(squares_logit2))
+    logits = np.empty((num_tasks if accumulates else 0, group, _PART + 3), np.float32)
+    most = np.empty((num_tasks, group), np.float32)
+    total = np.empty((num_tasks, group), np.float32)
+    parts = np.empty((num_tasks, group, value.shape[2]), np.float32)
+    for task in prange(num_tasks):
+        slot, head, first, end = tasks[task]
+        at = 0 if bounds.shape[0] else head
+        if task + 1 == before[slot * num_heads + head + 1]:  # it has the new row
+            position = seq_len[slot]
+            store(key[slot, head], forms[0], forms[1], keys[slot, at, end - 1])
+            store(value[slot, head], forms[2], forms[3], values[slot, at, end - 1])
+            positions[slot, at, end - 1] = position
             for member in range(group if window.shape[2] else 0):
                 own = head * group + member
                 for i in range(dim):
                     window[slot, own, position % window.shape[2], i] = query[slot, own, i] * factor
-            if sliding_window:
-                while positions[slot, at, first] <= position - sliding_window:
-                    first += 1
-            end = newest + 1
-            queries = np.empty((group, dim), np.float32)
-            queries[:] = query[slot, head * group : (head + 1) * group]
-            _attend(
-                queries,
-                keys[slot, at, first:end],
-                values[slot, at, first:end],
-                cut(sums, slot, at, first, end),
-                cut(squares, slot, at, first, end),
-                cut(squares_logit, slot, at, first, end),
-                cut(squares_logit2, slot, at, first, end),
-                sinks[head * group : (head + 1) * group],
-                scaling,
-                softcap,
-                output[slot, head * group : (head + 1) * group],
-            )
-        else:
-            output[slot, head * group : (head + 1) * group] = 0
+        queries = np.empty((group, dim), np.float32)
+        queries[:] = query[slot, head * group : (head + 1) * group] * scaling
+        _attend(
+            queries,
+            keys[slot, at, first:end],
+            values[slot, at, first:end],
+            forms,
+            softcap,
+            logits[task] if accumulates else logits[:, 0],
+            most[task],
+            total[task],
+            parts[task],
+        )
+    for slot in range(num_slots):
+        for head in range(num_heads):
+            own = slice(head * group, (head + 1) * group)
+            if live[slot]:
+                begin, end = before[slot * num_heads + head], before[slot * num_heads + head + 1]
+                _combine(
+                    most[begin:end],
+                    total[begin:end],
+                    parts[begin:end],
+                    sinks[own],
+                    output[slot, own],
+                )
+            else:
+                output[slot, own] = 0
+    for task in prange(num_tasks if accumulates else 0):
+        slot, head, first, end = tasks[task]
+        at = 0 if bounds.shape[0] else head
+        of_head = before[slot * num_heads + head]
+        _accumulate(
+            logits[task],
+            most[of_head],
+            total[of_head],
+            _cut(sums, slot, at, first, end),
+            _cut(squares, slot, at, first, end),
+            _cut(squares_logit, slot, at, first, end),
+            _cut(squares_logit2, slot, at, first, end),
+        )
 
 
 def _array(slab: Tensor, one_head: bool) -> np.ndarray:
@@ -211,12 +398,10 @@ def _array(slab: Tensor, one_head: bool) -> np.ndarray:
 
 
 class NumbaLayer:
-    """Decode attention in one layer, in fp32; its tensors are turned into arrays once.
+    """Decode attention in one layer, of a model in fp32; its tensors become arrays once.
 
     New rows in another precision, which may be stored in integers, are left to torch.
     """
-
-    kernel = staticmethod(_decode)
 
     def __init__(self, layer: DecodeLayer) -> None:
         """Take the tensors of a layer."""
@@ -224,8 +409,8 @@ class NumbaLayer:
         accumulated = layer.accumulated_by_name
         one_head = layer.bounds is not None
         self._arrays = [
-            _array(layer.keys, one_head),
-            _array(layer.values, one_head),
+            _array(layer.keys.view(torch.uint8), one_head),
+            _array(layer.values.view(torch.uint8), one_head),
             _array(layer.positions, one_head),
             *(
                 _array(accumulated[name], one_head) if name in accumulated else _NO_TRACK
@@ -239,11 +424,6 @@ class NumbaLayer:
         ]
         self._rows = layer.rows.numpy()
 
-    def more(self, head_dim: int) -> list[int]:
-        """What the kernel is told of the layer beside its arrays, for heads of so many channels."""
-        del head_dim
-        return []
-
     def __call__(
         self,
         query: Tensor,
@@ -255,7 +435,7 @@ class NumbaLayer:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Store one new row in every slot, and attend to the rows that it holds, see `Decode`."""
-        layer, rows = self._layer, self._rows
+        layer, rows, head_dim = self._layer, self._rows, query.shape[2]
         if is_forked() or key.dtype != torch.float32:
             return store_and_attend(
                 layer, query, key, value, scaling=scaling, softcap=softcap, sinks=sinks
@@ -264,18 +444,23 @@ class NumbaLayer:
             rows = drop_oldest(layer).numpy()
         output = torch.empty(*query.shape[:2], value.shape[2])
         take_threads()
-        self.kernel(
+        _decode(
             query.float().numpy(),
             key.numpy(),
             value.numpy(),
             *self._arrays,
-            *self.more(query.shape[2]),
+            (
+                layer.key_bits,
+                group_size(head_dim, layer.key_bits),
+                layer.value_bits,
+                group_size(value.shape[2], layer.value_bits),
+            ),
             _NO_SINKS if sinks is None else sinks.detach().float().numpy(),
             rows,
             scaling,
             softcap,
             layer.sliding_window,
-            window_factor(scaling, query.shape[2]),
+            window_factor(scaling, head_dim),
             output.numpy(),
         )
         return output

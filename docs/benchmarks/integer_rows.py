@@ -1,0 +1,84 @@
+"""How long does a decode step take over rows in integers, beside one over rows as they are?
+
+    python docs/benchmarks/integer_rows.py            # some minutes on a CPU
+    python docs/benchmarks/integer_rows.py --threads 1 --held 4096
+
+The model has the shape of SmolLM2-135M and random weights, which are packed, and one sequence with
+a full cache of random rows. All forms of rows take a step in turn, so that they meet the same
+machine; printed is the least time of each, and its ratio to that of plain rows: with one thread
+the processor's time, so that other processes count for less, else the clock's.
+"""
+
+import argparse
+import time
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from kvpolicy import Engine, Plan
+from kvpolicy.engine.engine import Run
+from kvpolicy.lab.bench.contenders.engine import filled_run
+from kvpolicy.lab.bench.workload import Decode
+from kvpolicy.model.packed import packed_model
+
+FORMS = {
+    "plain": "model",
+    "int8": "int8",
+    "int8, int4": {"keys": "int8", "values": "int4"},
+}
+
+
+def main() -> None:
+    """Print a row for each number of tokens held."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--held", type=int, nargs="+", default=[576, 4096, 16384])
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model = new_model()
+    print(f"| held | {' | '.join(f'{form}, ms' for form in FORMS)} |")
+    print(f"|--:|{'--:|' * len(FORMS)}")
+    for held in args.held:
+        least = least_ms(model, held, args.steps)
+        plain = least["plain"]
+        cells = [f"{ms:.1f} ({ms / plain:.2f})" for ms in least.values()]
+        print(f"| {held:,} | {' | '.join(cells)} |", flush=True)
+
+
+def new_model() -> PreTrainedModel:
+    """A model of the shape of SmolLM2-135M."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    )
+    return packed_model(AutoModelForCausalLM.from_config(config).eval(), release=True)
+
+
+def least_ms(model: PreTrainedModel, held: int, steps: int) -> dict[str, float]:
+    """Milliseconds of a step over each form of rows."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    work = Decode(held=held, batch=1, steps=steps + 1)
+    runs: dict[str, Run] = {}
+    for form, rows in FORMS.items():
+        engine = Engine(model, None, Plan.uniform("full", rows=rows), slots=1)
+        runs[form] = filled_run(engine, work, steps=steps + 1)
+        runs[form].step()
+    least = dict.fromkeys(FORMS, float("inf"))
+    for _ in range(steps):
+        for form, run in runs.items():
+            start = clock()
+            run.step()
+            least[form] = min(least[form], 1000 * (clock() - start))
+    return least
+
+
+if __name__ == "__main__":
+    main()

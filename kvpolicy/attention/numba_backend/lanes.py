@@ -1,0 +1,201 @@
+"""Several numbers at once in Numba: a vector of LLVM, for any processor that it has code for.
+
+Loops over the channels of a head are short, and how long they are is not known when they are
+compiled: what the compiler makes of them spends more on the ends of loops than on numbers. These
+functions say which numbers are read and added together. A processor with shorter vectors takes
+several for one.
+
+They are called from compiled functions only. Arrays have two axes, the second one contiguous, and
+indices are not checked.
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.extending import intrinsic, register_model
+
+LANES = 16
+#: Numbers of several vectors: a loop over these has a known end, and the compiler writes it out.
+WIDE = 4 * LANES
+
+_FLOAT, _INT = ir.FloatType(), ir.IntType(32)
+_FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
+_BYTES = ir.VectorType(ir.IntType(8), LANES)
+_SUMS = ir.VectorType(_FLOAT, 4)
+
+
+class _Lanes(types.Type):
+    """`LANES` numbers in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__(name=f"Lanes({LANES})")
+
+
+_lanes = _Lanes()
+
+
+@register_model(_Lanes)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, _FLOATS)
+
+
+def _at(context, builder, signature, args, element):
+    """The address of an array's element, by the first three arguments: array, row, column."""
+    array = context.make_array(signature.args[0])(context, builder, args[0])
+    stride = builder.extract_value(array.strides, 0)
+    size = stride.type(signature.args[0].dtype.bitwidth // 8)
+    offset = builder.add(builder.mul(args[1], stride), builder.mul(args[2], size))
+    return cgutils.pointer_add(builder, array.data, offset, ir.PointerType(element))
+
+
+def _read(context, builder, signature, args, element, align):
+    return builder.load(_at(context, builder, signature, args, element), align=align)
+
+
+def _splat(builder, number):
+    """A vector of one number."""
+    first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, _INT(0))
+    return builder.shuffle_vector(first, first, ir.Constant(_INTS, [0] * LANES))
+
+
+def _picked(builder, one, other, lanes):
+    """Some lanes of two vectors, those of the second one counted on from the first's."""
+    return builder.shuffle_vector(
+        one, other, ir.Constant(ir.VectorType(_INT, len(lanes)), list(lanes))
+    )
+
+
+@intrinsic
+def zeros(typingctx):
+    """A vector of zeros."""
+
+    def make(context, builder, signature, args):
+        return ir.Constant(_FLOATS, [0.0] * LANES)
+
+    return _lanes(), make
+
+
+@intrinsic
+def read(typingctx, array, row, column):
+    """Numbers from a column on."""
+
+    def make(context, builder, signature, args):
+        return _read(context, builder, signature, args, _FLOATS, 4)
+
+    return _lanes(array, types.intp, types.intp), make
+
+
+@intrinsic
+def write(typingctx, array, row, column, lanes):
+    """Write numbers from a column on."""
+
+    def make(context, builder, signature, args):
+        builder.store(args[3], _at(context, builder, signature, args, _FLOATS), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, _lanes), make
+
+
+def _codes(part):
+    """A function that reads bytes as numbers, having done something to the bytes."""
+
+    @intrinsic
+    def read_codes(typingctx, array, row, column):
+        def make(context, builder, signature, args):
+            codes = part(builder, _read(context, builder, signature, args, _BYTES, 1))
+            return builder.sitofp(builder.zext(codes, _INTS), _FLOATS)
+
+        return _lanes(array, types.intp, types.intp), make
+
+    return read_codes
+
+
+#: Numbers of bytes from a column on; those of their lower and of their upper four bits.
+read_bytes = _codes(lambda builder, codes: codes)
+read_lower = _codes(lambda builder, codes: builder.and_(codes, ir.Constant(_BYTES, [15] * LANES)))
+read_upper = _codes(lambda builder, codes: builder.lshr(codes, ir.Constant(_BYTES, [4] * LANES)))
+
+
+@intrinsic
+def read_bf16(typingctx, array, row, column):
+    """The number whose bf16 are two bytes from a column on."""
+
+    def make(context, builder, signature, args):
+        half = _read(context, builder, signature, args, ir.IntType(16), 1)
+        return builder.bitcast(builder.shl(builder.zext(half, _INT), _INT(16)), _FLOAT)
+
+    return types.float32(array, types.intp, types.intp), make
+
+
+@intrinsic
+def plus_product(typingctx, lanes, one, other):
+    """``lanes + one * other``."""
+
+    def make(context, builder, signature, args):
+        product = builder.fmul(args[1], args[2], flags=("contract",))
+        return builder.fadd(args[0], product, flags=("contract",))
+
+    return _lanes(_lanes, _lanes, _lanes), make
+
+
+@intrinsic
+def repeated(typingctx, number):
+    """A vector of one number."""
+
+    def make(context, builder, signature, args):
+        return _splat(builder, args[0])
+
+    return _lanes(types.float32), make
+
+
+@intrinsic
+def plus(typingctx, one, other):
+    """The sums of two vectors, lane by lane."""
+
+    def make(context, builder, signature, args):
+        return builder.fadd(*args)
+
+    return _lanes(_lanes, _lanes), make
+
+
+@intrinsic
+def larger(typingctx, one, other):
+    """The larger number of each lane; if one is NaN, the second one."""
+
+    def make(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return _lanes(_lanes, _lanes), make
+
+
+@intrinsic
+def write_sums(typingctx, array, row, column, first, second, third, fourth):
+    """Write the sums over the lanes of four vectors, from a column on."""
+
+    def make(context, builder, signature, args):
+        found = args[3:]
+        size = LANES
+        # Halves are added until a vector has four parts of LANES / 4 lanes, one of each sum.
+        while len(found) > 1:
+            size //= 2
+            parts = range(0, LANES, 2 * size)
+            lower = [lane for part in parts for lane in range(part, part + size)]
+            lower += [LANES + lane for lane in lower]
+            upper = [lane + size for lane in lower]
+            found = [
+                builder.fadd(_picked(builder, *pair, lower), _picked(builder, *pair, upper))
+                for pair in zip(found[::2], found[1::2], strict=True)
+            ]
+        (sums,) = found
+        while size > 1:
+            size //= 2
+            moved = _picked(builder, sums, sums, [lane ^ size for lane in range(LANES)])
+            sums = builder.fadd(sums, moved)
+        sums = _picked(builder, sums, sums, range(0, LANES, LANES // 4))
+        builder.store(sums, _at(context, builder, signature, args, _SUMS), align=4)
+        return context.get_dummy_value()
+
+    index = types.intp
+    return types.void(array, index, index, _lanes, _lanes, _lanes, _lanes), make
