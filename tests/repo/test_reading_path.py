@@ -29,7 +29,8 @@ def test_the_page_names_every_file_that_a_token_passes() -> None:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         file = Path(frame.f_code.co_filename)
-        if event == "call" and file.is_relative_to(PACKAGE):
+        # A package that is imported in a step says what it is, and does nothing.
+        if event == "call" and file.is_relative_to(PACKAGE) and file.name != "__init__.py":
             passed.add(file.relative_to(PACKAGE).as_posix())
 
     sys.setprofile(note)
