@@ -16,6 +16,7 @@ its number does not say.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Mapping
 from copy import copy
 from typing import Any
@@ -62,6 +63,24 @@ def layer_configs(config: Any) -> list[Any]:
         sliding = "sliding_attention"
         return [config if kind == sliding else full for kind in config.layer_types]
     return [config] * config.num_hidden_layers
+
+
+@functools.cache
+def has_states() -> bool:
+    """Whether one interface serves the states of all hybrid models: transformers 5.17 or newer."""
+    from transformers import cache_utils
+
+    layer = getattr(cache_utils, "LinearAttentionLayer", None)
+    return layer is not None and "number_of_states" in inspect.signature(layer).parameters
+
+
+def chooses_experts_on_device(config: Any) -> None:
+    """Have experts be computed without a look at which were chosen, as on the device ``meta``.
+
+    Args:
+        config: A configuration, which is changed.
+    """
+    config._experts_implementation = "batched_mm"
 
 
 def dequantising() -> dict[str, Any]:

@@ -3,7 +3,8 @@
 Slabs, tracks, rings of queries and counts are read only, so there is nothing to put back.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ class RowsBeside:
         num_tokens: Tokens of each slot, in all.
         num_done: Tokens whose rows are here, from forwards that are done.
         wanted: Layers whose queries are of interest.
+        states: States of fixed size of each layer that has any, as of the forwards that are done.
         queries: For each of them the queries after RoPE, ``[B, H_q, P, D]``, once they are
             computed; scaled as those of a ring.
     """
@@ -32,6 +34,7 @@ class RowsBeside:
         """Make room for so many tokens of each slot."""
         self.num_tokens, self.num_done = num_tokens, 0
         self.wanted = frozenset(wanted)
+        self.states: Mapping[int, Any] = {}
         self.queries: dict[int, Tensor] = {}
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -132,6 +135,11 @@ class StepBeside(EagerStep):
     def _seen(self, cache: KVCache, slots: np.ndarray) -> np.ndarray:
         seen: np.ndarray = cache.seq_len[slots] + self._beside.num_done
         return seen
+
+    def _open_states(self) -> Mapping[int, Any]:
+        """Copies of those of the slots, which the forwards change one after another."""
+        self._beside.states = self._beside.states or super()._open_states()
+        return self._beside.states
 
     def _open(self, layer: LayerCache) -> OpenRows:
         return OpenBeside(layer, self.tokens, self._beside)

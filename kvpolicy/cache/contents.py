@@ -1,31 +1,18 @@
 """What one slot holds, as tensors of its own: the rows that are held, and no slab."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import Self
 
 import attrs
 import torch
 from torch import Tensor
 
-
-class Contents(ABC):
-    """What a slot holds in one layer."""
-
-    @property
-    @abstractmethod
-    def tensors(self) -> list[Tensor]:
-        """All tensors."""
-
-    @abstractmethod
-    def to(self, device: torch.device) -> Self:
-        """The same on a device."""
+from kvpolicy.cache.shape import LayerShape
 
 
 @attrs.frozen(eq=False)
-class LayerContents(Contents):
-    """What a slot holds in one layer that has rows.
+class LayerContents:
+    """What a slot holds in one layer: rows, states, both or nothing.
 
     Where heads hold different numbers of rows, ``T`` is that of the fullest head, and columns that
     a head has no row for come first, with position -1 and 0 elsewhere.
@@ -41,6 +28,7 @@ class LayerContents(Contents):
         compacted_at: Tokens that the sequence had seen at the last compaction of this layer.
         prompt_rows: Rows at the beginning that stay, see `KVCache.prompt_rows`.
         rows: Rows of a head; in the mean, as `KVCache` counts them, if heads share them.
+        states: States of fixed size by name, see `StateShape`.
     """
 
     keys: Tensor
@@ -51,6 +39,14 @@ class LayerContents(Contents):
     compacted_at: int
     prompt_rows: int
     rows: int
+    states: Mapping[str, Tensor] = attrs.field(factory=dict)
+
+    @classmethod
+    def without_rows(cls, shape: LayerShape) -> "LayerContents":
+        """No row, as of a layer that has none."""
+        none = shape.zeros(shape.num_kv_heads, 0, shape.head_dim)
+        positions = none.new_zeros((shape.num_kv_heads, 0), dtype=torch.int64)
+        return cls(none, none, positions, {}, None, compacted_at=0, prompt_rows=0, rows=0)
 
     @property
     def num_rows(self) -> int:
@@ -61,6 +57,7 @@ class LayerContents(Contents):
     def tensors(self) -> list[Tensor]:
         """All tensors."""
         tensors = [self.keys, self.values, self.positions, *self.tracks.values()]
+        tensors += self.states.values()
         return tensors if self.window is None else [*tensors, self.window]
 
     def to(self, device: torch.device) -> "LayerContents":
@@ -72,6 +69,7 @@ class LayerContents(Contents):
             positions=self.positions.to(device),
             tracks={name: track.to(device) for name, track in self.tracks.items()},
             window=None if self.window is None else self.window.to(device),
+            states={name: state.to(device) for name, state in self.states.items()},
         )
 
 

@@ -5,6 +5,7 @@ New rows are provisional: `EagerStep.commit` makes them, and all that the forwar
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -24,6 +25,7 @@ class EagerStep:
         position_ids: Position of every column's token in its sequence, ``[B, L]``, 0 for pads.
         totals: Tokens of each slot once its prompt is in, ``[B]``.
         layers: Each layer that has stored its new rows.
+        states: The states of each layer that has any, by its number: copies until `commit`.
         attended: Layers whose attention was computed.
     """
 
@@ -43,6 +45,7 @@ class EagerStep:
         self.width, self.position_ids = tokens.width, tokens.position_ids
         self.totals = tokens.seq_len + tokens.lengths if totals is None else np.asarray(totals)
         self.layers: dict[int, OpenRows] = {}
+        self.states: Mapping[int, Any] = self._open_states() if cache.states else {}
         self.attended: set[int] = set()
 
     def _seen(self, cache: KVCache, slots: np.ndarray) -> np.ndarray:
@@ -57,6 +60,9 @@ class EagerStep:
 
     def _open(self, layer: LayerCache) -> OpenRows:
         return layer.layout.open(layer, self.tokens)
+
+    def _open_states(self) -> Mapping[int, Any]:
+        return {index: states.open(self.tokens) for index, states in self.cache.states.items()}
 
     def new_rows(
         self, layer_idx: int, states: Tensor, keys: Tensor, values: Tensor
@@ -93,10 +99,12 @@ class EagerStep:
         """Make the new rows and all that was noted part of the cache, and count the tokens."""
         for opened in self.layers.values():
             opened.commit()
+        for states in self.states.values():
+            states.commit()
         self.cache.count(self.tokens.slots, self.tokens.lengths)
 
     def discard(self) -> None:
         """Leave no trace of a forward that has failed."""
         for opened in self.layers.values():
             opened.discard()
-        self.layers = {}
+        self.layers, self.states = {}, {}

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpolicy.cache.arena import Arena, slot_index
 from kvpolicy.cache.counts import Counts
 from kvpolicy.cache.layouts.base import PLENTY, Layer, LayerCache, Layout, RowLayout
-from kvpolicy.cache.layouts.compose import layouts_of
+from kvpolicy.cache.layouts.compose import layouts_of, states_of
 from kvpolicy.cache.shape import LayerShape, Rotate, Slab
 
 # Decides the layout of each layer, see `layouts_of`.
@@ -28,7 +28,9 @@ class KVCache:
         layers: Each decoder layer: a `LayerCache` if it has rows.
         layout_of: The layout of each layer; layers of one kind share theirs.
         layouts: The same without repetitions.
-        arenas: The memory of layers of equal shape and slab, which the layers are views of.
+        arenas: The memory of layers of equal shape and slab, which the layers are views of, and
+            that of states.
+        states: The states of fixed size of each layer that has any, by its number.
         counts: What the host knows of the slots, also by the names that follow.
         rows: Rows held in each layer by each slot, ``[layers, S]``; where heads share the rows of a
             layer, those of a head in the mean, rounded up: what is left up to ``capacity`` is
@@ -53,6 +55,7 @@ class KVCache:
             ``[layers]``.
         plain_row_bytes: The same in the model's precision.
         rotate: Moves keys of a layer to other positions; ``None`` without a model.
+        one_by_one: Whether the model goes on with states by one token at a time only.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class KVCache:
         # Layers without rows are among them; nobody asks these for rows.
         self.layers: list[LayerCache] = []
         self.arenas: list[Arena] = []
+        self._state_arenas, self.states = states_of(shapes, num_slots)
         self._allocate(list(zip(shapes, slabs, strict=True)))
         self.slot_tensors: list[Tensor] = []
         self.row_bytes = np.array([layer.row_bytes for layer in self.layers], dtype=np.int64)
@@ -90,6 +94,7 @@ class KVCache:
         windows = [shape.sliding_window or PLENTY for shape in shapes]
         self._windows = np.array(windows, dtype=np.int64)
         self.rotate: Rotate | None = None
+        self.one_by_one = False
 
     # What the host knows of the slots
 
@@ -131,8 +136,25 @@ class KVCache:
         return all(layout.admits(num_prompt) for layout in self.layouts)
 
     def enter_together(self, slots: Sequence[int], lengths: Sequence[int]) -> bool:
-        """Whether one forward may bring in so many prompt tokens of each of these slots."""
+        """Whether one forward may bring in so many prompt tokens of each of these slots.
+
+        States take no pads, and the first tokens of a sequence are computed in another way.
+        """
+        if self.states and len(slots) > 1:
+            begun = self.seq_len[slot_index(slots)] > 0
+            if len(set(lengths)) > 1 or begun.any() != begun.all():
+                return False
         return all(layout.enter_together(slots, lengths) for layout in self.layouts)
+
+    @property
+    def can_take_back(self) -> bool:
+        """Whether a slot can be copied as of fewer tokens, as long as it was not compacted.
+
+        Rows that have left unseen cannot be put back, and no token can be taken out of a state.
+        """
+        return not self.states and not any(
+            isinstance(layout, RowLayout) and layout.drops_unseen for layout in self.layouts
+        )
 
     def num_free_rows(self, slots: Sequence[int]) -> np.ndarray:
         """Tokens that each of these slots can still take in every layer, ``[B]``."""
@@ -140,6 +162,13 @@ class KVCache:
         for layout in self.layouts:
             least = np.minimum(least, layout.room(slots).min(axis=0))
         return least
+
+    def most_new(self, slots: Sequence[int]) -> np.ndarray:
+        """Tokens that one forward may bring in of each of these slots, ``[B]``."""
+        free = self.num_free_rows(slots)
+        if not self.one_by_one:
+            return free
+        return np.where(self.seq_len[slot_index(slots)] > 0, np.minimum(free, 1), free)
 
     def full(self, slots: Sequence[int]) -> np.ndarray:
         """Which of these slots cannot take another token, bool ``[layers, B]``."""
@@ -208,7 +237,7 @@ class KVCache:
     def _allocate(self, wanted: list[tuple[LayerShape, Slab]]) -> None:
         """Make arenas for layers of such shapes and slabs, with the rows of the layers before."""
         before: list[Layer | None] = [*self.layers]
-        self.layers, self.arenas = [], []
+        self.layers, self.arenas = [], [*self._state_arenas]
         layers: dict[int, Layer] = {}
         kinds = [
             (layout, shape, layout.fit(shape, slab))
@@ -270,6 +299,8 @@ class KVCache:
         for layer, other in zip(self.layers, source.layers, strict=True):
             layer.softmax = other.softmax
             copied += zip(layer.tensors, other.tensors, strict=True)
+        for index, states in self.states.items():
+            copied += zip(states.tensors, source.states[index].tensors, strict=True)
         copied += zip(self.slot_tensors, source.slot_tensors, strict=True)
         self.counts.transient_bytes = source.transient_bytes
         for target, tensor in copied:

@@ -1,5 +1,6 @@
 """What a layer's keys and values look like, and what a plan wants stored of them."""
 
+import math
 import sys
 from collections.abc import Callable
 
@@ -15,11 +16,32 @@ Rotate = Callable[[int, Tensor, Tensor], Tensor]
 
 
 @attrs.frozen
-class LayerShape:
-    """Shape, precision and device of one layer's keys and values, and its sliding window.
+class StateShape:
+    """A state of fixed size that a layer has of each sequence.
 
     Attributes:
-        num_heads: Query heads.
+        name: ``"conv.0"``: the newest inputs of the first convolution; ``"recurrent.0"``: what the
+            first recurrence remembers.
+        size: Its size, of one sequence.
+        dtype: Its precision.
+    """
+
+    name: str
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the state of one sequence."""
+        return math.prod(self.size) * self.dtype.itemsize
+
+
+@attrs.frozen
+class LayerShape:
+    """What one layer holds of a sequence: keys and values, states of fixed size, both or nothing.
+
+    Attributes:
+        num_heads: Query heads; 0: the layer has no attention, and holds no rows.
         num_kv_heads: Key/value heads.
         head_dim: Size of one head of queries and keys.
         dtype: Precision of keys and values.
@@ -27,6 +49,7 @@ class LayerShape:
         sliding_window: Tokens a query sees, its own included: the query at position p sees
             rows at positions above ``p - sliding_window``. ``None``: all rows before it.
         value_dim: Size of one head of values; by default that of keys.
+        states: Its states of fixed size.
     """
 
     num_heads: int
@@ -35,9 +58,20 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
     sliding_window: int | None = None
+    states: tuple[StateShape, ...] = ()
     value_dim: int = attrs.field(
         default=attrs.Factory(lambda self: self.head_dim, takes_self=True), kw_only=True
     )
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it caches keys and values."""
+        return self.num_kv_heads > 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one sequence."""
+        return sum(state.num_bytes for state in self.states)
 
     @property
     def row_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """Copies of what one slot holds, and slots that are filled with such a copy."""
 
 from collections.abc import Sequence
-from typing import cast
+
+import attrs
 
 from kvpolicy.cache.contents import LayerContents, SlotContents
 from kvpolicy.cache.kv_cache import KVCache
@@ -24,17 +25,20 @@ def copy_slot(
             the rows of a layer, these must have come since its last compaction. Accumulators are
             copied for all rows in any case, because those of older rows have changed, too.
         seen: Leave out the tokens from this one on. They must have brought a row into each layer,
-            none may have left it since, and the layers must have neither accumulators nor queries.
+            none may have left it since, and the layers must have neither accumulators nor queries
+            nor states.
     """
     nums = [None] * len(cache.layers) if newest is None else newest
     seq_len = int(cache.seq_len[slot]) if seen is None else seen
     without = int(cache.seq_len[slot]) - seq_len
-    layers = tuple(
-        # Layers without rows have contents of another kind, which are only copied and put back.
-        cast(LayerContents, cache.layout_of[layer_idx].copy(layer, slot, num, without))
+    assert not (without and cache.states), "no token can be taken out of a state"
+    layers = [
+        cache.layout_of[layer_idx].copy(layer, slot, num, without)
         for layer_idx, (layer, num) in enumerate(zip(cache.layers, nums, strict=True))
-    )
-    return SlotContents(layers, seq_len, int(cache.prompt_len[slot]))
+    ]
+    for layer_idx, held in cache.states.items():
+        layers[layer_idx] = attrs.evolve(layers[layer_idx], states=held.copy(slot))
+    return SlotContents(tuple(layers), seq_len, int(cache.prompt_len[slot]))
 
 
 def fill_slot(cache: KVCache, slot: int, contents: SlotContents) -> None:
@@ -53,3 +57,5 @@ def fill_slot(cache: KVCache, slot: int, contents: SlotContents) -> None:
     cache.prompt_len[slot] = contents.prompt_len
     for layer_idx, (layer, held) in enumerate(zip(cache.layers, contents.layers, strict=True)):
         cache.layout_of[layer_idx].fill(layer, slot, held)
+    for layer_idx, states in cache.states.items():
+        states.fill(slot, contents.layers[layer_idx].states)

@@ -68,7 +68,8 @@ class BoundPlan:
         self.errors = ErrorScope(on_hook_error)
         self.adapter = model if isinstance(model, ModelAdapter) else ModelAdapter(model)
         self.tokenizer = tokenizer
-        self.plan = plan.resolve(self.adapter.num_layers)
+        adapter = self.adapter
+        self.plan = plan.resolve(adapter.num_layers, attention=adapter.attention_layers)
         check_layers(self.plan, self.adapter)
         self.stacks = self.plan.stacks()
         self.scheduling = self.plan.scheduling_stack()

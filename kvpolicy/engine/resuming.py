@@ -170,6 +170,9 @@ def _layer_identity(shape: dict[str, Any], slab: Slab) -> dict[str, Any]:
     """What snapshots have in common in one layer."""
     del shape["device"]
     shape["dtype"] = str(shape["dtype"]).removeprefix("torch.")
+    states = [one | {"dtype": str(one["dtype"]).removeprefix("torch.")} for one in shape["states"]]
+    del shape["states"]
+    shape |= {"states": states} if states else {}
     # Only what is not the default, so that older snapshots stay valid.
     if shape["value_dim"] == shape["head_dim"]:
         del shape["value_dim"]

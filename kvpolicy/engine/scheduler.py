@@ -286,7 +286,7 @@ class Chunks:
         others wait for the next forwards.
         """
         slots = [seq.slot for seq in sequences]
-        free = self._cache.num_free_rows(slots).tolist()
+        free = self._cache.most_new(slots).tolist()
         most = min(self._most, self._extensions.forward_limit(sequences))
         limit = min(self._chunk, most)
         lengths = [

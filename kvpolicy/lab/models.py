@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.cli.options import default_length
 from kvpolicy.engine.engine import Engine
+from kvpolicy.model.config import layers_with_rows
 from kvpolicy.model.fingerprint import model_fingerprint, tokenizer_fingerprint
 from kvpolicy.model.loading import load_model
 from kvpolicy.model.packed import packed_weights
@@ -40,6 +41,7 @@ class ModelInfo:
         dtype: Its precision, and the `forms` in which it is computed: ``"float32, packed"``.
         num_layers: Number of decoder layers.
         num_parameters: Number of parameters.
+        attention: Numbers of the layers that have attention; ``None``: all.
     """
 
     name: str
@@ -48,6 +50,7 @@ class ModelInfo:
     dtype: str
     num_layers: int
     num_parameters: int
+    attention: tuple[int, ...] | None = None
 
 
 class ModelProvider(Protocol):
@@ -172,6 +175,8 @@ def describe_model(name: str, loaded: LoadedModel) -> ModelInfo:
     """
     model = loaded.model
     precision = str(model.dtype).removeprefix("torch.")
+    with_rows = layers_with_rows(model.config.get_text_config(decoder=True))
+    attention = tuple(index for index, has_rows in enumerate(with_rows) if has_rows)
     return ModelInfo(
         name=name,
         fingerprint=fingerprint(model, loaded.tokenizer, compiled=loaded.compile),
@@ -179,6 +184,7 @@ def describe_model(name: str, loaded: LoadedModel) -> ModelInfo:
         dtype=", ".join([precision, *forms(model, compiled=loaded.compile)]),
         num_layers=model.config.get_text_config(decoder=True).num_hidden_layers,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        attention=None if all(with_rows) else attention,
     )
 
 

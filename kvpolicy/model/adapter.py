@@ -6,7 +6,8 @@ as ``position_ids``.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 from kvpolicy.attention.softmax import Softmax
 from kvpolicy.cache.eager_step import EagerStep
 from kvpolicy.cache.kv_cache import KVCache
-from kvpolicy.cache.shape import LayerShape, Rotate, Slab
+from kvpolicy.cache.shape import LayerShape, Rotate, Slab, StateShape
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.compat import cache_argument, layer_configs
 from kvpolicy.errors import KVPolicyError, ModelError, error_summary
@@ -26,7 +27,9 @@ from kvpolicy.model.config import (
     check_loaded,
     check_runs,
     decoder_layers,
+    has_state_layers,
     layer_shape,
+    layers_with_rows,
     sliding_windows,
     stop_ids,
 )
@@ -47,6 +50,7 @@ from kvpolicy.model.rope_types import (
     longrope_length,
     max_positions,
 )
+from kvpolicy.model.states import layer_states
 from kvpolicy.model.steering import steering_hook
 from kvpolicy.model.tensor_parallel import SingleProcess, processes_of
 from kvpolicy.model.twin import Copies, Twin
@@ -77,6 +81,7 @@ class ModelAdapter:
     longrope_length: int | None = None
     rotates_by_length: bool = False
     _softmax: Sequence[Softmax] = ()  # of each layer, once a forward has shown it
+    _one_by_one: bool = False  # see `KVCache.one_by_one`, once a forward has shown it
 
     def __init__(self, model: PreTrainedModel, *, run_own_hooks: bool = True) -> None:
         """Inspect a model, which is left as it is.
@@ -124,8 +129,11 @@ class ModelAdapter:
         config.vocab_size  # noqa: B018 - one that has none is refused now
         check_runs(model, config)
         check_rope(model)
+        for layer in layer_configs(config):
+            layer_shape(layer, model.dtype, model.device)  # what cannot be read is refused now
         self._windows = sliding_windows(config)
         self._latents = latent_modules(model)
+        self._with_rows = layers_with_rows(config)
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.max_positions = max_positions(config)
@@ -146,6 +154,8 @@ class ModelAdapter:
     @property
     def eager_reason(self) -> str | None:
         """Why decode steps of this model take the eager path; ``None``: they are static."""
+        if any(self._layer_states):
+            return "its layers have states of fixed size"
         if self.processes.num_processes > 1:
             return "its heads are shared by several processes"
         if len({shape.device for shape in self.layer_shapes()} | {self.device}) > 1:
@@ -209,8 +219,10 @@ class ModelAdapter:
             raise ModelError(msg) from error
         self._softmax = [layer.softmax for layer in cache.layers]
         pairs: list[tuple[Tensor, Tensor]] = []
-        if cache.capacity[0] >= _CHECKED_TOKENS:  # a shorter window has dropped other rows of each
-            keys, values = cache.layers[0].keys[:, :, :2], cache.layers[0].values[:, :, :2]
+        first = self.attention_layers[0]
+        if cache.capacity[first] >= _CHECKED_TOKENS:  # a shorter window has dropped others of each
+            layer = cache.layers[first]
+            keys, values = layer.keys[:, :, :2], layer.values[:, :, :2]
             pairs += [(keys[0], keys[1]), (values[0], values[1])]
         if self.model.dtype.itemsize >= 4:  # else rounding may choose other experts
             pairs.append((prefilled, decoded))
@@ -223,18 +235,50 @@ class ModelAdapter:
             msg += "; give eager=True, which may run it" if static else ""
             raise ModelError(msg)
 
+    @property
+    def attention_layers(self) -> list[int]:
+        """Numbers of the layers that cache keys and values."""
+        return [index for index, has_rows in enumerate(self._with_rows) if has_rows]
+
     def layer_shapes(self) -> list[LayerShape]:
-        """Shape and device of each layer's keys and values."""
-        devices = map(_device_of, decoder_layers(self.model))
-        shards = self.processes.num_shards
+        """Shape and device of what each layer holds."""
+        dtype, shards = self.model.dtype, self.processes.num_shards
         return [
             layer_shape(
-                config, self.model.dtype, device, window, shards, latent=index in self._latents
+                config,
+                dtype,
+                device,
+                window,
+                shards,
+                latent=index in self._latents,
+                states=states,
             )
-            for index, (config, device, window) in enumerate(
-                zip(layer_configs(self._config), devices, self._windows, strict=True)
+            if has_rows
+            else LayerShape(0, 0, 0, dtype, device, states=states)
+            for index, (config, device, window, has_rows, states) in enumerate(
+                zip(
+                    layer_configs(self._config),
+                    map(_device_of, decoder_layers(self.model)),
+                    self._windows,
+                    self._with_rows,
+                    self._layer_states,
+                    strict=True,
+                )
             )
         ]
+
+    @cached_property
+    def _layer_states(self) -> list[tuple[StateShape, ...]]:
+        """The states of each layer."""
+        if not has_state_layers(self._config):
+            return [()] * self.num_layers
+        if self.processes.num_processes > 1:
+            msg = (
+                f"model {type(self.model).__name__} cannot be run by several processes: its layers "
+                "have states of fixed size, which are not divided among them; use one process"
+            )
+            raise ModelError(msg)
+        return layer_states(self.model, self._config, self._any_token, self.device)
 
     def new_cache(self, slabs: Sequence[Slab], num_slots: int) -> KVCache:
         """An empty KV cache for this model."""
@@ -242,6 +286,7 @@ class ModelAdapter:
         cache.row_bytes *= self.processes.num_shards
         cache.plain_row_bytes *= self.processes.num_shards
         cache.rotate = self.rotation()
+        cache.one_by_one = self._one_by_one
         # A cache that is filled from snapshots may never see a prefill.
         for layer, softmax in zip(cache.layers, self._softmax, strict=False):
             layer.softmax = softmax
@@ -318,15 +363,20 @@ class ModelAdapter:
                 kvpolicy_forward=given,
                 **cache_argument(StepCache(step, given)),
             )
-        done = len(step.layers.keys() & step.attended)
-        if done != self.num_layers:
+        done, expected = len(step.layers.keys() & step.attended), sum(self._with_rows)
+        if done != expected:
+            which = "layers" if expected == self.num_layers else "layers with attention"
             msg = (
                 f"model {type(self.model).__name__} cannot be run: {done} of its "
-                f"{self.num_layers} layers use the cache and the attention they are given"
+                f"{expected} {which} use the cache and the attention they are given"
             )
             if (name := replaced_forward(self.model)) is not None:
                 msg += f"; {name}.forward was replaced by a function that calls the original"
             raise ModelError(msg)
+        for states in step.states.values():
+            if (problem := states.problem) is not None:
+                msg = f"model {type(self.model).__name__} cannot be run: it {problem}"
+                raise ModelError(msg)
         if getattr(output, "logits", None) is None or output.logits.dim() != 3:
             msg = f"model {type(self.model).__name__} cannot be run: it gives no logits of tokens"
             raise ModelError(msg)
@@ -366,8 +416,11 @@ class ModelAdapter:
 
     def _keys_at(self, position: int) -> list[Tensor]:
         """Keys of every layer, in all heads, for one token that stands alone at a position."""
-        layers = self._run_alone(position).layers
-        return [self.processes.all_gather(layer.keys) for layer in layers]
+        cache = self._run_alone(position)
+        return [
+            self.processes.all_gather(layer.keys) if layer.shape.has_rows else layer.shape.zeros(0)
+            for layer in cache.layers
+        ]
 
     def _stored_token(self, layers: Sequence[int]) -> dict[int, StoredToken]:
         """What one token leaves in some layers if it stands alone at position 0."""
@@ -408,6 +461,8 @@ class ModelAdapter:
         """
         shapes, token = self.layer_shapes(), self._any_token
         cache = KVCache(shapes, [Slab(_CHECKED_TOKENS)] * len(shapes), 2)
+        if cache.states:
+            return cache, *self._run_chunks(cache)
         prompts = torch.tensor([[token] * 3, [0, 0, token]])
         chunk = EagerStep(cache, [0, 1], [3, 1])
         prefill = ForwardInput(prompts, chunk, wants_logits=True)
@@ -420,6 +475,45 @@ class ModelAdapter:
             step.begin([token] * 2, [])
         logits, _ = self.forward(ForwardInput(torch.tensor([[token]] * 2), step))
         return cache, prefill.logits[0, 1], logits[1]
+
+    def _run_chunks(self, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Logits after `_CHECKED_TOKENS` of a prompt that is brought in whole, and in parts.
+
+        So it is for models whose states take no pads. Some go on with their states by one token
+        only, and begin anew with more: these get one at a time.
+        """
+        self._one_by_one = self._begins_anew(cache)
+        parts = [1] * _CHECKED_TOKENS if self._one_by_one else [1, _CHECKED_TOKENS - 2, 1]
+        whole = self._logits_after(cache, 0, [_CHECKED_TOKENS])
+        return whole, self._logits_after(cache, 1, parts)
+
+    def _begins_anew(self, cache: KVCache) -> bool:
+        """Whether several tokens leave the same states, whatever states they go on with."""
+        for slot in range(2):
+            self._logits_after(cache, slot, [1])
+        recurrent = [
+            state
+            for layer in cache.states.values()
+            for name, state in layer.states.items()
+            if name.startswith("recurrent")
+        ][:1]
+        for state in recurrent:
+            state[1] = 0
+        for slot in range(2):
+            self._logits_after(cache, slot, [2])
+        found = any(torch.equal(state[0], state[1]) for state in recurrent)
+        for slot in range(2):
+            cache.clear(slot)
+        return found
+
+    def _logits_after(self, cache: KVCache, slot: int, lengths: Sequence[int]) -> Tensor:
+        """Logits ``[V]`` after a prompt that is brought in in parts."""
+        for length in lengths:
+            step = EagerStep(cache, [slot], [length])
+            tokens = torch.full((1, length), self._any_token)
+            logits, _ = self.forward(ForwardInput(tokens, step))
+            step.commit()
+        return logits[0]
 
     @property
     def _any_token(self) -> int:
@@ -458,7 +552,10 @@ class StepCache(Cache):
     """The cache of one forward: stores new rows in the slabs."""
 
     def __init__(self, step: EagerStep, given: ForwardInput) -> None:
-        super().__init__(layers=[])
+        # Layers with states are those of transformers, whose code knows what they are for.
+        num_layers = len(step.cache.layers) if step.states else 0
+        layers: list[Any] = [step.states.get(index) for index in range(num_layers)]
+        super().__init__(layers=layers)
         self._step, self._given = step, given
 
     def update(
@@ -485,8 +582,17 @@ class StepCache(Cache):
                 )
                 raise ModelError(msg)
         rows = self._step.store(layer_idx, key_states, value_states)
+        self._given.newest_layer = layer_idx
         annotate_stored_rows(self._given, layer_idx, key_states, value_states)
         return rows
+
+    def get_mask_sizes(self, *_: Any, **__: Any) -> NoReturn:
+        """Asked by models that compute a mask or a bias from the positions of a full cache."""
+        msg = (
+            "the model cannot be run: it masks its attention, or adds a bias to it, in a way of "
+            "its own, which counts the rows of a full cache"
+        )
+        raise ModelError(msg)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen before this forward."""

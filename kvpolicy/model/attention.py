@@ -106,6 +106,9 @@ def attention_function(
         ModelError: If the model needs attention that is not computed here.
     """
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
+    if kvpolicy_forward is not None and (layer_idx is None or layer_idx < 0):
+        # Layers that share a module pass their number to the cache only.
+        layer_idx = kvpolicy_forward.newest_layer
     reason = None
     if kvpolicy_forward is None:
         reason = "it does not pass the arguments of a forward to its attention"

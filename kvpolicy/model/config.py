@@ -6,12 +6,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvpolicy.cache.shape import LayerShape
-from kvpolicy.compat import layer_configs
+from kvpolicy.cache.shape import LayerShape, StateShape
+from kvpolicy.compat import has_states, layer_configs
 from kvpolicy.errors import ModelError
 from kvpolicy.model.rope_types import max_positions
 
-_SLIDING = "sliding_attention"
+_SLIDING = ("sliding_attention", "hybrid_sliding")
+
+# Kinds of layers, as `layer_types` of a configuration names them.
+_WITH_ROWS = ("full_attention", *_SLIDING, "hybrid")
+_WITH_STATES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
+_WITH_NOTHING = ("mlp", "moe")
 
 
 def check_runs(model: PreTrainedModel, config: Any) -> None:
@@ -48,11 +53,19 @@ def check_runs(model: PreTrainedModel, config: Any) -> None:
 
 def _unknown_attention(config: Any) -> str | None:
     """Why some layers see other tokens than those before them; ``None`` if none does."""
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", _SLIDING}
-    if kinds:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    unknown = kinds - {*_WITH_ROWS, *_WITH_STATES, *_WITH_NOTHING}
+    if unknown:
         return (
-            f"it has {' and '.join(sorted(kinds))} layers; only full and sliding attention over "
-            "keys and values is supported"
+            f"it has {' and '.join(sorted(unknown))} layers; only full and sliding attention over "
+            "keys and values, and states of fixed size, are supported"
+        )
+    if kinds and not kinds & {*_WITH_ROWS}:
+        return "no layer of it has attention; the engine evicts keys and values"
+    if kinds & {*_WITH_STATES} and not has_states():
+        return (
+            "its layers have states of fixed size, which the installed transformers keeps in a way "
+            "of this model; install transformers 5.17 or newer"
         )
     if getattr(config, "use_bidirectional_attention", None):
         return "its tokens also attend to later tokens"
@@ -67,6 +80,7 @@ def layer_shape(
     num_shards: int = 1,
     *,
     latent: bool = False,
+    states: tuple[StateShape, ...] = (),
 ) -> LayerShape:
     """Shape of the keys and values of a layer, from the model's configuration.
 
@@ -77,6 +91,7 @@ def layer_shape(
         sliding_window: Tokens that a query sees; ``None`` for all.
         num_shards: Processes that share its heads.
         latent: Whether it stores latents, as rows of one head, see `kvpolicy.model.latent`.
+        states: Its states of fixed size.
     """
     num_heads: int = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
@@ -89,7 +104,14 @@ def layer_shape(
         num_kv_heads, head_dim = num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
     num_heads, num_kv_heads = num_heads // num_shards, num_kv_heads // num_shards
     return LayerShape(
-        num_heads, num_kv_heads, head_dim, dtype, device, sliding_window, value_dim=value_dim
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        dtype,
+        device,
+        sliding_window,
+        states,
+        value_dim=value_dim,
     )
 
 
@@ -107,8 +129,21 @@ def sliding_windows(config: Any) -> list[int | None]:
     if kinds is None:
         return windows if getattr(config, "use_sliding_window", True) else [None] * len(windows)
     return [
-        window if kind == _SLIDING else None for window, kind in zip(windows, kinds, strict=True)
+        window if kind in _SLIDING else None for window, kind in zip(windows, kinds, strict=True)
     ]
+
+
+def layers_with_rows(config: Any) -> list[bool]:
+    """Which layers cache keys and values."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [True] * len(layer_configs(config))
+    return [kind in _WITH_ROWS for kind in kinds]
+
+
+def has_state_layers(config: Any) -> bool:
+    """Whether some layers have states of fixed size."""
+    return any(kind in _WITH_STATES for kind in getattr(config, "layer_types", None) or ())
 
 
 def hiding_window(window: int | None, config: Any) -> int | None:

@@ -54,6 +54,7 @@ class ForwardInput:
         logits: Logits after all new tokens, ``[B, L, V]``, after the forward.
         attention_input: What enters the attention of the layer under way, ``[B, L, M]``, if its
             rows are annotated.
+        newest_layer: The layer that has stored its rows last; -1: none has.
     """
 
     token_ids: Tensor
@@ -67,6 +68,7 @@ class ForwardInput:
     states: Tensor | None = None
     logits: Tensor | None = None
     attention_input: Tensor | None = None
+    newest_layer: int = -1
 
 
 _UNDER_WAY: ContextVar[ForwardInput] = ContextVar("forward")

@@ -100,6 +100,11 @@ class Copies:
         self._modules: dict[int, nn.Module] = dict(replaced or {})
         self.twin: PreTrainedModel = self._module(model)  # type: ignore[assignment]
 
+    @property
+    def configs(self) -> list[PreTrainedConfig]:
+        """The twin's configurations, which may be changed."""
+        return [*self._configs.values()]
+
     def hookable(self, original: nn.Module) -> nn.Module:
         """The copy of a module, with hook tables of its own and the hooks of the original."""
         original = uncompiled(original)

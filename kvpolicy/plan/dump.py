@@ -28,9 +28,11 @@ def to_plan_data(resolved: ResolvedPlan) -> dict[str, Any]:
     Raises:
         PlanError: If a policy was made in Python, or has a knob that TOML cannot represent.
     """
-    for groups in (_equal_layers(resolved.layers), [[layer] for layer in resolved.layers]):
+    layers, attention = [one for one in resolved.layers if one.has_rows], resolved.attention
+    for groups in (_equal_layers(layers), [[layer] for layer in layers]):
         written = _data(resolved, groups)
-        if Plan.from_dict(written).resolve(len(resolved.layers)).digest() == resolved.digest():
+        again = Plan.from_dict(written).resolve(len(resolved.layers), attention=attention)
+        if again.digest() == resolved.digest():
             return written
     msg = f"{resolved.name} has a knob that is None, which TOML cannot represent; leave it out"
     raise PlanError(msg)
@@ -44,7 +46,9 @@ def to_toml(resolved: ResolvedPlan) -> str:
     lines += [f"# digest {resolved.digest()}"]
     lines += [f"{key} = {_value(value)}" for key, value in data.items() if key != "layers"]
     for group in data["layers"]:
-        first = resolved.layers[0 if group["where"] == "all" else group["where"][0]]
+        first = resolved.layers[
+            resolved.attention[0] if group["where"] == "all" else group["where"][0]
+        ]
         lines += ["", "[[layers]]"]
         for key, value in group.items():
             share = first.budget_from if key == "budget" else None
@@ -70,7 +74,7 @@ def _data(resolved: ResolvedPlan, groups: Sequence[Sequence[LayerPlan]]) -> dict
         head["schedule"] = [_policy(spec) for spec in resolved.schedule]
     if resolved.padding != "none":
         head["padding"] = resolved.padding
-    return head | {"layers": [_group(group, len(resolved.layers)) for group in groups]}
+    return head | {"layers": [_group(group, len(resolved.attention)) for group in groups]}
 
 
 def _group(layers: Sequence[LayerPlan], num_layers: int) -> dict[str, Any]:

@@ -263,13 +263,21 @@ class Plan:
             raise _plan_error(problems[0], name)
         return attrs.evolve(plan, options=options or {})
 
-    def resolve(self, num_layers: int, *, default_budget: int | None = None) -> ResolvedPlan:
+    def resolve(
+        self,
+        num_layers: int,
+        *,
+        default_budget: int | None = None,
+        attention: Sequence[int] | None = None,
+    ) -> ResolvedPlan:
         """Work out what each layer of a model does.
 
         Args:
             num_layers: Decoder layers of the model.
             default_budget: Budget of a plan that leaves one open: if a layer that compacts has
                 no budget, all layers without one take this one.
+            attention: Numbers of the layers that have attention, in order; ``None``: all. The
+                others hold no rows, and no policy is asked about them.
 
         Raises:
             CoverageError: If a layer is covered twice or not at all.
@@ -281,7 +289,7 @@ class Plan:
         if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
             msg = f"{self.name} cannot be resolved for {shown(num_layers)} layers; give at least 1"
             raise PlanError(msg)
-        resolution = _Resolution(self)
+        resolution = _Resolution(self, attention=attention)
         resolved = resolution.resolve(num_layers, default_budget)
         if resolved is None:
             raise resolution.problems[0]
@@ -306,6 +314,7 @@ def check_plan(
     overrides: Sequence[str | Override] = (),
     *,
     num_layers: int | None = None,
+    attention: Sequence[int] | None = None,
     name: str = "the plan",
 ) -> PlanCheck:
     """Find everything that is wrong with a plan.
@@ -318,6 +327,7 @@ def check_plan(
         overrides: Changes, as in `Plan.load`.
         num_layers: Layers of the model; ``None`` if it is not known: coverage of the layers
             and budgets are not checked then.
+        attention: Numbers of the layers that have attention, as of `Plan.resolve`.
         name: Name of the plan, for messages.
     """
     problems: list[KVPolicyError] = []
@@ -334,7 +344,7 @@ def check_plan(
             problems.append(error)
     plan, malformed = _read_plan(raw, name, applied)
     problems += [_plan_error(problem, name) for problem in malformed]
-    resolution = _Resolution(plan, malformed)
+    resolution = _Resolution(plan, malformed, attention=attention)
     resolved = resolution.resolve(num_layers)
     problems += resolution.problems
     distinct = {str(problem): problem for problem in problems}
@@ -385,18 +395,26 @@ class _Resolution:
         problems: What is wrong with the plan, besides its malformed values.
     """
 
-    def __init__(self, plan: Plan, malformed: Sequence[Problem] = ()) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        malformed: Sequence[Problem] = (),
+        *,
+        attention: Sequence[int] | None = None,
+    ) -> None:
         """Begin.
 
         Args:
             plan: The plan.
             malformed: Its malformed values, which are missing in the plan.
+            attention: Numbers of the layers that have attention; ``None``: all.
         """
         self.problems: list[KVPolicyError] = []
         self._plan = plan
         self._groups = plan.layers or (LayerGroup(),)
         self._malformed = {_key_of(problem.location) for problem in malformed}
         self._builder = StackBuilder()
+        self._attention = attention
 
     def resolve(
         self, num_layers: int | None, default_budget: int | None = None
@@ -431,6 +449,8 @@ class _Resolution:
                 layers += self._resolve_group(i, of_group, stacks[i], default, num_layers)
         if self.problems or self._malformed:
             return None
+        held = {layer.layer_idx for layer in layers}
+        layers += [LayerPlan.without_rows(i) for i in range(num_layers) if i not in held]
         layers.sort(key=lambda layer: layer.layer_idx)
         resolved = ResolvedPlan(
             tuple(layers),
@@ -503,14 +523,15 @@ class _Resolution:
             if (i, "where") in self._malformed:
                 continue
             with self._collecting():
-                layers = members[i] = group.layers(num_layers, name)
+                layers = members[i] = group.layers(num_layers, name, self._attention)
                 twice = [one for k, one in enumerate(layers) if one in covered.union(layers[:k])]
                 covered.update(layers)
                 if twice:
                     msg = f"{name} covers {format_layers(twice)} twice, again in {group.where!r}"
                     raise CoverageError(msg)
         if len(members) == len(self._groups):
-            for gap in _runs(set(range(num_layers)) - covered):
+            attention = range(num_layers) if self._attention is None else self._attention
+            for gap in _runs(set(attention) - covered):
                 msg = f"{name} does not cover {format_layers(gap)} of 0 to {num_layers - 1}"
                 self.problems.append(CoverageError(msg))
         return members

@@ -25,7 +25,7 @@ class LayerPlan:
 
     Attributes:
         layer_idx: Decoder layer, counted from 0.
-        stack: Its policies with all their knobs.
+        stack: Its policies with all their knobs; none if it has no attention, and so no rows.
         budget: Rows that stay after a compaction; ``None``: everything stays. Rows of a prompt
             that stays do not count.
         buffer: Rows that may join before the next compaction.
@@ -54,6 +54,16 @@ class LayerPlan:
     prefill_buffer: int | None = None
     prefill_by_default: bool = attrs.field(default=False, eq=False)
     rows: RowFormats = PLAIN_ROWS
+
+    @classmethod
+    def without_rows(cls, layer_idx: int) -> "LayerPlan":
+        """That of a layer without attention."""
+        return cls(layer_idx, (), budget=None, buffer=1, bounded=False)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the layer has attention."""
+        return bool(self.stack)
 
     @property
     def evicts(self) -> bool:
@@ -179,16 +189,31 @@ class ResolvedPlan:
         for name, value in state.items():
             object.__setattr__(self, name, value)
 
-    def resolve(self, num_layers: int) -> "ResolvedPlan":
+    def resolve(self, num_layers: int, *, attention: Sequence[int] | None = None) -> "ResolvedPlan":
         """This plan, for callers that accept plans in both forms.
 
         Raises:
-            PlanError: If it is resolved for another number of layers.
+            PlanError: If it is resolved for another number of layers, or for others that have
+                attention.
         """
         if num_layers != len(self.layers):
             msg = f"{self.name} is resolved for {len(self.layers)} layers, not for {num_layers}"
             raise PlanError(msg)
+        wanted = list(range(num_layers) if attention is None else attention)
+        if wanted != self.attention:
+            msg = (
+                f"{self.name} is resolved for a model with attention in layers "
+                f"{', '.join(map(str, self.attention))}, and this one has it in "
+                f"{', '.join(map(str, wanted))}; give the plan itself, or "
+                "resolve(NUM_LAYERS, attention=[...])"
+            )
+            raise PlanError(msg)
         return self
+
+    @property
+    def attention(self) -> list[int]:
+        """Numbers of the layers that have attention."""
+        return [layer.layer_idx for layer in self.layers if layer.has_rows]
 
     def stacks(self) -> tuple[Stack, ...]:
         """The stacks of the layers, built once; layers with equal policies share theirs."""

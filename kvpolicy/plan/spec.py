@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, time
 from fractions import Fraction
 from functools import lru_cache
@@ -50,7 +50,8 @@ RESERVED = {
 SHARE = r"^[0-9]+(\.[0-9]+)?%$"
 _END = r" *(-?[0-9]{1,9})? *"
 # A slice as in Python whose step is not 0.
-_WHERE = rf"^(all|{_END}:{_END}(: *(-?0{{0,8}}[1-9][0-9]{{0,8}})? *)?)$"
+_SLICE = rf"{_END}:{_END}(: *(-?0{{0,8}}[1-9][0-9]{{0,8}})? *)?"
+_WHERE = rf"^(all|attention|{_SLICE}|attention\[{_SLICE}\])$"
 
 # Fields of plans and sweeps that are no keys of their files.
 _FOR_MESSAGES = ("name", "sources", "options")
@@ -117,8 +118,8 @@ def _read_where(value: object) -> str | tuple[int, ...]:
     if layers and all(type(layer) is int and abs(layer) <= MAX_COUNT for layer in layers):
         return layers
     msg = (
-        f'{value!r:.60} is not a set of layers; write "all", a slice such as "0:2" or "-2:", or '
-        "a list such as [0, 5]"
+        f'{value!r:.60} is not a set of layers; write "all", a slice such as "0:2" or "-2:", a '
+        'slice of the layers with attention, "attention[0:2]", or a list such as [0, 5]'
     )
     raise TypeError(msg)
 
@@ -418,7 +419,9 @@ class LayerGroup:
     """Layers with the same entries; ``None``: those of the plan.
 
     Attributes:
-        where: ``"all"``, a slice such as ``"0:2"`` or ``"-2:"``, or a list of layers.
+        where: ``"all"`` or ``"attention"``: all layers that have attention; a slice such as
+            ``"0:2"`` or ``"-2:"``: those of so many layers that have it; ``"attention[0:2]"``: a
+            slice of the layers that have it; or a list of layers.
         stack: Policies, the later ones wrapping the earlier ones.
         budget: Rows that stay after a compaction, or a share such as ``"25%"``.
         buffer: Rows that may join before the next compaction.
@@ -439,28 +442,48 @@ class LayerGroup:
     prefill_buffer: int | None = plan_field(COUNT, None)
     rows: RowFormats | None = plan_field(ROWS, None)
 
-    def layers(self, num_layers: int, name: str) -> list[int]:
+    def layers(
+        self, num_layers: int, name: str, attention: Sequence[int] | None = None
+    ) -> list[int]:
         """The layers of the group, in the order in which `where` names them.
 
         Args:
             num_layers: Layers of the model.
             name: Name of the plan, for messages.
+            attention: Those that have attention; ``None``: all.
 
         Raises:
-            PlanError: If it names none, or one that the model does not have.
+            PlanError: If it names none, or one that the model does not have, or one without
+                attention.
         """
+        every = list(range(num_layers))
+        with_rows = every if attention is None else list(attention)
         if isinstance(self.where, str):
-            ends = [] if self.where == "all" else self.where.split(":")
+            inner = self.where.removeprefix("attention").strip("[]")
+            counted = with_rows if inner != self.where else every
+            ends = [] if inner in ("", "all") else inner.split(":")
             parts = [int(end) if end.strip() else None for end in ends] or [None]
-            found = list(range(num_layers))[slice(*parts)]
+            found = [layer for layer in counted[slice(*parts)] if layer in with_rows]
         else:
             outside = [layer for layer in self.where if not -num_layers <= layer < num_layers]
             if outside:
                 msg = f"{name} names layer {outside[0]}; the model has layers 0 to {num_layers - 1}"
                 raise PlanError(msg)
             found = [layer % num_layers for layer in self.where]
+            without = [layer for layer in found if layer not in with_rows]
+            if without:
+                msg = (
+                    f"{name} names layer {without[0]}, which has no attention and holds no rows; "
+                    f"those of the model are {', '.join(map(str, with_rows))}"
+                )
+                raise PlanError(msg)
         if not found:
-            msg = f"{name}: {self.where!r} covers none of the model's {num_layers} layers"
+            which = (
+                ""
+                if len(with_rows) == num_layers
+                else f", of which {len(with_rows)} have attention"
+            )
+            msg = f"{name}: {self.where!r} covers none of the model's {num_layers} layers{which}"
             raise PlanError(msg)
         return found
 

@@ -33,8 +33,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "t5": ({}, "encoder-decoder"),
     "mamba": ({"num_hidden_layers": 1}, "attention heads"),
-    # transformers 5.2 does not name its layer types, so the error comes from a forward.
-    "jamba": ({}, "linear_attention|mamba|0 of its 2 layers use the cache"),
     "llama4_text": ({}, "chunked_attention"),
     "gpt2": ({"n_embd": 32, "n_layer": 1, "n_head": 4}, "decoder layers"),
     "stablelm": ({}, "arguments"),

@@ -7,7 +7,8 @@ place, `kvpolicy.cache.layouts.compose`. Nothing else names one.
 
 The order of calls for a layer with rows: `Layout.room` before a forward; `RowLayout.open` in it,
 see `OpenRows`; `Layout.count` when its rows are facts; `RowLayout.rows` at a compaction, see
-`Span`. Layers that hold no rows, but a state of fixed size, implement `Layout` only.
+`Span`. Layers that hold no rows implement `Layout` only. States of fixed size, which layers may
+have beside rows or instead, are `kvpolicy.cache.layouts.states`.
 """
 
 import sys
@@ -24,7 +25,7 @@ from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.softmax import PLAIN
 from kvpolicy.attention.visible import Visible
 from kvpolicy.cache.arena import Arena, SlabArena, slot_index
-from kvpolicy.cache.contents import Contents, LayerContents
+from kvpolicy.cache.contents import LayerContents
 from kvpolicy.cache.counts import Counts
 from kvpolicy.cache.layouts.span import Columns, Entries, Span
 from kvpolicy.cache.layouts.tokens import NewTokens
@@ -161,7 +162,7 @@ class Layout(ABC):
         return []
 
     @abstractmethod
-    def copy(self, layer: Layer, slot: int, newest: int | None, without: int) -> Contents:
+    def copy(self, layer: Layer, slot: int, newest: int | None, without: int) -> LayerContents:
         """A copy of what a slot holds.
 
         Args:
@@ -172,7 +173,7 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def fill(self, layer: Layer, slot: int, contents: Contents) -> None:
+    def fill(self, layer: Layer, slot: int, contents: LayerContents) -> None:
         """Have an empty slot hold a copy of some contents."""
 
     def clear(self, slot: int) -> None:
@@ -352,10 +353,9 @@ class RowLayout(Layout):
             num_rows,
         )
 
-    def fill(self, layer: Layer, slot: int, contents: Contents) -> None:
+    def fill(self, layer: Layer, slot: int, contents: LayerContents) -> None:
         """Have an empty slot hold a copy of some rows."""
         assert isinstance(layer, LayerCache)
-        assert isinstance(contents, LayerContents)
         place, counts, arena = (layer.index, slot), self.counts, layer.arena
         counts.rows[place] = contents.rows
         counts.compacted_at[place] = contents.compacted_at

@@ -3,8 +3,10 @@
 A layout that no layer needs is not imported.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from kvpolicy.cache.arena import Arena
 from kvpolicy.cache.counts import Counts
 from kvpolicy.cache.layouts.base import Layout, RowLayout
 from kvpolicy.cache.layouts.even import Even
@@ -27,15 +29,31 @@ def layouts_of(shapes: Sequence[LayerShape], slabs: Sequence[Slab], counts: Coun
     return [made[kind] for kind in kinds]
 
 
-def _kind(shape: LayerShape, slab: Slab) -> tuple[bool, bool, bool, bool]:
-    """Whether heads share rows, there is a window, prompts stay, and rows of them are staged."""
+def states_of(
+    shapes: Sequence[LayerShape], num_slots: int
+) -> tuple[Sequence[Arena], Mapping[int, Any]]:
+    """Memory for the states of fixed size of all slots, and those of each layer that has any."""
+    if not any(shape.states for shape in shapes):
+        return [], {}
+    allocate = feature(_LAYOUTS + "states", "allocate", "layers with states of fixed size")
+    found: tuple[Sequence[Arena], Mapping[int, Any]] = allocate(shapes, num_slots)
+    return found
+
+
+def _kind(shape: LayerShape, slab: Slab) -> tuple[bool, bool, bool, bool, bool]:
+    """Whether a layer has rows; heads share them, there is a window, prompts stay or are staged."""
     windowed = shape.sliding_window is not None
     staged = slab.staging is not None and not windowed
-    return slab.ragged, windowed, slab.room is not None, staged
+    return shape.has_rows, slab.ragged, windowed, slab.room is not None, staged
 
 
-def _made(ragged: bool, windowed: bool, keeps_prompt: bool, staged: bool, counts: Counts) -> Layout:
+def _made(
+    has_rows: bool, ragged: bool, windowed: bool, keeps_prompt: bool, staged: bool, counts: Counts
+) -> Layout:
     layout: RowLayout
+    if not has_rows:
+        without: Layout = feature(_LAYOUTS + "no_rows", "NoRows", "layers without rows")(counts)
+        return without
     if ragged:
         make = feature(_LAYOUTS + "ragged", "Ragged", "heads that share rows")
         assert not windowed, "a plan refuses it"

@@ -152,8 +152,9 @@ class LookaheadQueries(Extension):
         if first.is_greedy:
             num_queries = self._run_greedily(slots, beside, tokens)
         else:
-            for start in range(0, first.num_tokens, self._chunk):
-                self._forward(slots, beside, tokens[:, start : start + self._chunk])
+            width = 1 if self.cache.one_by_one else self._chunk
+            for start in range(0, first.num_tokens, width):
+                self._forward(slots, beside, tokens[:, start : start + width])
             num_queries = [first.num_tokens] * len(group)
         self.cache.note_copy(beside.num_bytes)
         whole = {

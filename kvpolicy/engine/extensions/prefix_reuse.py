@@ -5,6 +5,10 @@ queries, and what policies remember. It is stored at the ends of blocks, before 
 due there, and a prompt that begins with the same tokens goes on from there. Chunks of a prefill end
 at the ends of blocks where anything but the rows changes with every token.
 
+States of fixed size are of all tokens so far, and larger than the rows of many tokens: they are
+stored at the ends of 1, 2, 4, 8 ... blocks, and then whenever so many tokens as have rows of their
+size have come.
+
 A policy that declares ``cuts_prompts = False`` remembers something within a prompt that depends on
 the rest of it. Then only equal prompts share anything: the state before the last token.
 """
@@ -14,6 +18,7 @@ import json
 import logging
 import uuid
 from collections import abc
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -391,18 +396,29 @@ class PrefixReuse(Extension):
         return range((progress.seen // block + 1) * block, min(seen + 1, len(seq.prompt)), block)
 
     def _ends_chunks(self, seq: Sequence) -> bool:
-        # Rows that have left unseen cannot be put back to where a block ended.
-        drop = any(layer.layout.drops_unseen for layer in self.cache.layers)
-        return self._prefixes.ends_chunks or drop or self._is_compacted(seq)
+        is_final = not self.cache.can_take_back  # what is not stored as a block ends is gone
+        return self._prefixes.ends_chunks or is_final or self._is_compacted(seq)
 
     def _next_end(self, seq: Sequence, seen: int) -> int | None:
         """Tokens at which the state of a sequence is stored next; ``None``: at no more."""
         num = len(seq.prompt)
         if not self._prefixes.cuts_prompts:
             return num - 1 if seen < num - 1 else None
-        block = self._prefixes.stride if self._is_compacted(seq) else self._store.block_tokens
-        end = (seen // block + 1) * block
+        stride, end = self._stride_of_states, self._store.block_tokens
+        if self._is_compacted(seq):
+            stride = end = max(self._prefixes.stride, stride)
+        while end <= seen and end < stride:
+            end *= 2
+        if end >= stride:
+            end = (seen // stride + 1) * stride
         return end if end < num else None
+
+    @cached_property
+    def _stride_of_states(self) -> int:
+        """Tokens, whole blocks, whose rows take as many bytes as the states of a sequence."""
+        block, cache = self._store.block_tokens, self.cache
+        of_states = sum(layer.shape.state_bytes for layer in cache.states.values())
+        return max(-(-of_states // (block * int(cache.row_bytes.sum()))), 1) * block
 
     def _next_key(self, seq: Sequence, progress: _Progress) -> bytes | None:
         """The key of the state that is stored next; ``None``: none is."""

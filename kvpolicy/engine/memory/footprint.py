@@ -34,15 +34,16 @@ class LayerFootprint:
         rows_per_slot: Rows allocated for each sequence and KV head; in the mean over the heads if
             they share them.
         bytes_per_slot: Bytes allocated for each sequence: keys, values, positions, the tracks and
-            queries that its policies read, and where the rows of each head begin if heads share
-            them.
-        full_bytes_per_slot: Bytes of keys, values and positions of a full cache: of all rows
-            that some query can still attend to.
+            queries that its policies read, where the rows of each head begin if heads share
+            them, and its states.
+        full_bytes_per_slot: Bytes of keys, values and positions of a full cache, of all rows
+            that some query can still attend to, and of its states.
         kv_bytes_per_row: Bytes of the keys and values of one row, in all heads, as it is stored.
         other_bytes_per_row: Bytes of the positions and tracks of one row.
         window_bytes_per_slot: Bytes of the stored queries.
         plain_bytes_per_row: Those of the keys and values of a row in the model's precision, in
             which attention and policies read it.
+        state_bytes_per_slot: Bytes of its states of fixed size, which no budget changes.
     """
 
     plan: LayerPlan
@@ -54,6 +55,7 @@ class LayerFootprint:
     other_bytes_per_row: int
     window_bytes_per_slot: int
     plain_bytes_per_row: int
+    state_bytes_per_slot: int = 0
 
     @property
     def layer_idx(self) -> int:
@@ -66,7 +68,8 @@ class LayerFootprint:
         if self.sliding_window is not None:
             plan.pop("prefill_buffer", None)  # it has no rows beside its slabs
         sizes = ("sliding_window", "rows_per_slot", "bytes_per_slot")
-        return plan | {size: getattr(self, size) for size in sizes}
+        states = ("state_bytes_per_slot",) if self.state_bytes_per_slot else ()
+        return plan | {size: getattr(self, size) for size in (*sizes, *states)}
 
     def same_as(self, other: "LayerFootprint") -> bool:
         """Whether two layers differ in their number only."""
@@ -109,9 +112,19 @@ class Footprint:
     staged_copy_bytes: int = 0
 
     @property
+    def first(self) -> LayerFootprint:
+        """The first layer that has rows."""
+        return self.layers[self.plan.attention[0]]
+
+    @property
     def bytes_per_slot(self) -> int:
         """Bytes of one sequence."""
         return sum(layer.bytes_per_slot for layer in self.layers) + self.shared_bytes_per_slot
+
+    @property
+    def state_bytes_per_slot(self) -> int:
+        """Bytes of the states of one sequence, which no budget changes."""
+        return sum(layer.state_bytes_per_slot for layer in self.layers)
 
     @property
     def full_bytes_per_slot(self) -> int:
@@ -172,6 +185,7 @@ class Footprint:
             "copied_bytes": self.copied_bytes,
             "staging_bytes": self.staging_bytes,
             "full_bytes_per_slot": self.full_bytes_per_slot,
+            "state_bytes_per_slot": self.state_bytes_per_slot,
             "shared_bytes_per_slot": self.shared_bytes_per_slot,
             "lookahead_bytes_per_slot": self.lookahead_bytes_per_slot,
             "layers": [layer.to_dict() for layer in self.layers],
@@ -205,7 +219,7 @@ def footprint(
         KVPolicyError: The engine cannot run the model, or the plan does not fit it.
     """
     adapter = model if isinstance(model, ModelAdapter) else ModelAdapter(model)
-    resolved = plan.resolve(adapter.num_layers)
+    resolved = plan.resolve(adapter.num_layers, attention=adapter.attention_layers)
     check_layers(resolved, adapter)
     tokens = min(longest or adapter.max_positions, adapter.max_positions)
     prompt_tokens = min(longest_prompt or tokens, tokens)
@@ -213,6 +227,9 @@ def footprint(
     layers, staged, copies = [], 0, [0]
     for layer, stack, shape in parts:
         slab = layer.slab(stack, tokens, prompt_tokens)
+        if not shape.has_rows:
+            layers.append(_without_rows(layer, shape))
+            continue
         cache = _slot(shape, slab)
         if cache.slab.staging is not None:
             staged += _slot(shape, cache.slab.of_lanes).num_bytes
@@ -225,12 +242,13 @@ def footprint(
                 plan=layer,
                 sliding_window=shape.sliding_window,
                 rows_per_slot=cache.slab.capacity,
-                bytes_per_slot=cache.num_bytes,
-                full_bytes_per_slot=_slot(shape, Slab(tokens)).num_bytes,
+                bytes_per_slot=cache.num_bytes + shape.state_bytes,
+                full_bytes_per_slot=_slot(shape, Slab(tokens)).num_bytes + shape.state_bytes,
                 kv_bytes_per_row=cache.row_bytes,
                 other_bytes_per_row=of_rows // cache.slab.capacity - cache.row_bytes,
                 window_bytes_per_slot=window_bytes,
                 plain_bytes_per_row=shape.row_bytes,
+                state_bytes_per_slot=shape.state_bytes,
             )
         )
     dtype = str(adapter.model.dtype).removeprefix("torch.")
@@ -298,6 +316,22 @@ def _lookahead_bytes(stacks: Sequence[Stack], shapes: Sequence[LayerShape]) -> i
         for stack in dict.fromkeys(stacks)
     }
     return max(stack.lookahead_size * (of_rows + of_queries[stack]) for stack in stacks)
+
+
+def _without_rows(layer: LayerPlan, shape: LayerShape) -> LayerFootprint:
+    """What a layer without attention allocates: its states."""
+    return LayerFootprint(
+        layer,
+        sliding_window=None,
+        rows_per_slot=0,
+        bytes_per_slot=shape.state_bytes,
+        full_bytes_per_slot=shape.state_bytes,
+        kv_bytes_per_row=0,
+        other_bytes_per_row=0,
+        window_bytes_per_slot=0,
+        plain_bytes_per_row=0,
+        state_bytes_per_slot=shape.state_bytes,
+    )
 
 
 def _slot(shape: LayerShape, slab: Slab) -> LayerCache:

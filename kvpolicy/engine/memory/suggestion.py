@@ -36,7 +36,8 @@ class Suggestion:
 
 def budget_of(found: Footprint) -> int:
     """The budget of the plan: the mean over its layers, among which policies may distribute it."""
-    return sum(layer.plan.budget or 0 for layer in found.layers) // len(found.layers)
+    budgets = [layer.plan.budget or 0 for layer in found.layers if layer.plan.has_rows]
+    return sum(budgets) // len(budgets)
 
 
 def is_whole(found: Footprint) -> bool:
@@ -45,6 +46,7 @@ def is_whole(found: Footprint) -> bool:
     return all(
         layer.rows_per_slot >= min(longest, layer.sliding_window or longest)
         for layer in found.layers
+        if layer.plan.has_rows
     )
 
 
@@ -165,7 +167,7 @@ class _Fit:
         what = "1 sequence takes" if one.slots == 1 else f"{one.slots:,} sequences take"
         msg = (
             f"{what} {one.num_bytes:,} bytes with a budget of {budget_of(one):,} rows "
-            f"and a buffer of {one.layers[0].plan.buffer:,}, and the "
+            f"and a buffer of {one.first.plan.buffer:,}, and the "
             f"memory for the cache has {self._memory:,}; give more memory, a smaller budget, "
             "fewer slots or a shorter length"
         )

@@ -3,7 +3,7 @@
 Parts follow each other: of one prompt, a part for each block of its tokens. Each has the rows that
 have come since the one before, so that the parts of a prompt hold every row once, and prompts with
 equal beginnings share parts. What changes with every token it has as a whole: accumulators of all
-rows, queries, registers and memory.
+rows, queries, states of fixed size, registers and memory.
 """
 
 import sys
@@ -106,6 +106,7 @@ def _joined_layer(
         positions=rows(lambda layer: layer.positions),
         tracks={name: track(name) for name in last.tracks},
         window=None if last.window is None else last.window.to(device),
+        states={name: state.to(device) for name, state in last.states.items()},
     )
 
 

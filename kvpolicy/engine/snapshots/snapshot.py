@@ -221,6 +221,7 @@ def _named(layer: LayerContents) -> dict[str, Tensor]:
     """The tensors of a layer by their names in a file."""
     named = {"keys": layer.keys, "values": layer.values, "positions": layer.positions}
     named |= {f"track.{name}": track for name, track in layer.tracks.items()}
+    named |= {f"state.{name}": state for name, state in layer.states.items()}
     return named if layer.window is None else named | {"queries": layer.window}
 
 
@@ -233,7 +234,12 @@ def _layer(
         tensors[prefix + "positions"],
         {name: tensors[f"{prefix}track.{name}"] for name in shape["tracks"]},
         tensors[prefix + "queries"] if shape["num_queries"] else None,
-        *counts,
+        compacted_at=counts[0],
+        prompt_rows=counts[1],
+        rows=counts[2],
+        states={
+            one["name"]: tensors[f"{prefix}state.{one['name']}"] for one in shape.get("states", ())
+        },
     )
 
 
@@ -266,6 +272,10 @@ def _problem(snapshot: SequenceSnapshot) -> str | None:
             ),
             "positions": ([heads, num_rows], torch.int64),
             **{f"track.{name}": ([heads, num_rows], torch.float32) for name in shape["tracks"]},
+            **{
+                f"state.{one['name']}": (list(one["size"]), getattr(torch, one["dtype"]))
+                for one in shape.get("states", ())
+            },
             "queries": (
                 [shape["num_heads"], min(shape["num_queries"], seq_len), size],
                 dtype,

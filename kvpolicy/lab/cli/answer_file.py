@@ -166,7 +166,7 @@ def _answering(
     if options.max_new_tokens is None:
         most = executor.default_length(options.model)
         defaults = attrs.evolve(defaults, max_new_tokens=most)
-    resolved = plan.resolve(model.num_layers)
+    resolved = plan.resolve(model.num_layers, attention=model.attention)
     tell_no_effects(resolved)
     return Answering(
         model,

@@ -226,7 +226,10 @@ def _check(file: Path, model: str, overrides: list[str], trust_remote_code: bool
     except KVPolicyError as error:
         return PlanCheck((error, *problems))
     num_layers = None if adapter is None else adapter.num_layers
-    found = check_plan(data, overrides, num_layers=num_layers, name=f"plan '{file}'")
+    attention = None if adapter is None else adapter.attention_layers
+    found = check_plan(
+        data, overrides, num_layers=num_layers, attention=attention, name=f"plan '{file}'"
+    )
     if adapter is not None and found.resolved is not None:
         try:
             check_layers(found.resolved, adapter)
@@ -245,17 +248,36 @@ def _lines(found: "Footprint", name: str, model: str) -> list[str]:
     share = found.bytes_per_slot / found.full_bytes_per_slot
     table = format_table(headers, rows, right=range(1, len(headers) - 1), width=terminal_width())
     return [
-        f"{name} on {model}: {len(found.layers)} layers, {found.dtype}, "
+        f"{name} on {model}: {_num_layers(found)}, {found.dtype}, "
         f"sequences of up to {found.tokens:,} tokens{_prompts(found)}",
         "",
         *table.split("\n"),
         "",
         f"per slot    {format_bytes(found.bytes_per_slot)}, {share:.1%} of the full cache{rest}",
+        *_states(found),
         f"{found.slots} slots".ljust(12) + format_bytes(found.num_bytes) + _copied(found),
         *_staging(found),
         *_lookahead(found),
         f"digest      {found.plan.digest()}",
         *_shares(found.layers),
+    ]
+
+
+def _num_layers(found: "Footprint") -> str:
+    num, with_rows = len(found.layers), len(found.plan.attention)
+    return f"{num} layers" if num == with_rows else f"{num} layers, {with_rows} with attention"
+
+
+def _states(found: "Footprint") -> list[str]:
+    """What of it are states of fixed size, if layers have any."""
+    if not found.state_bytes_per_slot:
+        return []
+    num = sum(1 for layer in found.layers if layer.state_bytes_per_slot)
+    of_rows = format_bytes(found.bytes_per_slot - found.state_bytes_per_slot)
+    of_states = format_bytes(found.state_bytes_per_slot)
+    return [
+        f"{'':<12}{of_rows} of it rows, and {of_states} states of {num} layers, which no budget "
+        "changes"
     ]
 
 
@@ -307,8 +329,13 @@ def _row(group: "list[LayerFootprint]", *, windows: bool) -> list[str]:
     prompt = "prompt + " if first.plan.keeps_prompt and first.plan.bounded else ""
     shared = " shared" if first.plan.heads == "shared" else ""
     each = "" if len(group) == 1 else " each"
+    layers = f"{first.layer_idx}" if first is last else f"{first.layer_idx}-{last.layer_idx}"
+    if not first.plan.has_rows:
+        held = format_bytes(first.bytes_per_slot) + each if first.bytes_per_slot else "-"
+        what = "no attention: states" if first.bytes_per_slot else "no attention"
+        return [layers, "-", "-", *(["-"] if windows else []), "-", held, what]
     return [
-        f"{first.layer_idx}" if first is last else f"{first.layer_idx}-{last.layer_idx}",
+        layers,
         "all" if plan["budget"] is None else f"{prompt}{plan['budget']:,}{shared}",
         "-" if plan["buffer"] is None else f"{plan['buffer']:,}{_prefill_buffer(plan)}",
         *([f"{first.sliding_window:,}" if first.sliding_window else "-"] if windows else []),

@@ -314,7 +314,7 @@ def _to_dict(found: "Suggestion") -> dict[str, Any]:
             {
                 "slots": one.slots,
                 "budget": budget_of(one),
-                "buffer": one.layers[0].plan.buffer,
+                "buffer": one.first.plan.buffer,
                 "bytes_per_slot": one.bytes_per_slot,
                 "bytes": one.num_bytes,
                 "whole": is_whole(one),
@@ -330,7 +330,7 @@ def _lines(
     from kvpolicy.engine.memory.suggestion import budget_of, is_whole
 
     chosen = found.chosen
-    stack = " + ".join(spec.policy for spec in chosen.layers[0].plan.stack)
+    stack = " + ".join(spec.policy for spec in chosen.first.plan.stack)
     rest = "" if memory is None else ", which --memory is not for"
     if memory is not None and with_weights:
         rest = f"; {format_bytes(memory)} are left"
@@ -339,7 +339,7 @@ def _lines(
         f"{chosen.tokens:,} tokens",
         "",
         f"budget      {_budget(chosen)}",
-        f"buffer      {chosen.layers[0].plan.buffer:,} rows{_while_entering(chosen)}",
+        f"buffer      {chosen.first.plan.buffer:,} rows{_while_entering(chosen)}",
         f"slots       {chosen.slots:,}",
         "",
         *_arithmetic(chosen, memory),
@@ -357,7 +357,7 @@ def _lines(
 
 def _while_entering(one: "Footprint") -> str:
     """The buffer of prompts, if they have rows beside their slots."""
-    rows = one.layers[0].plan.prefill_buffer
+    rows = one.first.plan.prefill_buffer
     return f", {rows:,} while a prompt enters" if one.staging_bytes and rows else ""
 
 
@@ -411,7 +411,7 @@ def _alternatives(found: "Suggestion") -> list[str]:
         [
             f"{one.slots:,}",
             "all" if is_whole(one) else f"{budget_of(one):,}",
-            "-" if is_whole(one) else f"{one.layers[0].plan.buffer:,}",
+            "-" if is_whole(one) else f"{one.first.plan.buffer:,}",
             "" if is_whole(one) else f"{budget_of(one) / one.tokens:.1%}",
             format_bytes(one.num_bytes),
             "suggested" if one == found.chosen else "",

@@ -289,6 +289,7 @@ def build_cells(
     series: Sequence[Series],
     *,
     num_layers: int,
+    attention: Sequence[int] | None = None,
     budgets: Sequence[int] = (),
     variants: Sequence[Variant] = (),
     buffer: int | None,
@@ -300,6 +301,7 @@ def build_cells(
     Args:
         series: The plans to compare.
         num_layers: Layers of the model.
+        attention: Numbers of those that have attention; ``None``: all.
         budgets: Budgets of the plans that have none of their own. A plan that evicts nothing
             gives one cell.
         variants: Budgets with knobs; a knob applies to the plans that use its policy.
@@ -328,7 +330,8 @@ def build_cells(
             knobs = {key: v for key, v in variant.knobs.items() if _applies(key, one)}
             if knobs in without_budget:
                 continue
-            cell = _build_cell(one, Variant(variant.budget, knobs), num_layers, given, mine)
+            chosen = Variant(variant.budget, knobs)
+            cell = _build_cell(one, chosen, num_layers, attention, given, mine)
             cells.setdefault(cell.digest, cell)
             if not cell.resolved.uses_default_budget:
                 without_budget.append(knobs)
@@ -339,6 +342,7 @@ def _build_cell(
     series: Series,
     variant: Variant,
     num_layers: int,
+    attention: Sequence[int] | None,
     given: Mapping[str, int],
     overrides: Sequence[str],
 ) -> Cell:
@@ -348,7 +352,7 @@ def _build_cell(
         raw = read_tables({**given, **series.plan}, name)
         tried = [_override(key, value) for key, value in knobs.items()]
         plan = Plan.from_dict(raw, [*tried, *overrides], name=name, options={"budget": "--budgets"})
-        return plan.resolve(num_layers, default_budget=variant.budget)
+        return plan.resolve(num_layers, default_budget=variant.budget, attention=attention)
 
     resolved, knobs = resolve(given, variant.knobs), variant.knobs
     if not any(layer.bounded for layer in resolved.layers):  # it ignores its buffers

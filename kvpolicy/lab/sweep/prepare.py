@@ -157,11 +157,13 @@ def build_sweep(
     resolved: dict[str, list[Cell]] = {}
     for names, setting in _settings(config, list(variants), models, execute_code).items():
         setting = settings.setdefault(setting.id, setting)
-        key = repr((setting.model.num_layers, variants[names]))
+        model = setting.model
+        key = repr((model.num_layers, model.attention, variants[names]))
         if key not in resolved:
             resolved[key] = build_cells(
                 config.series,
-                num_layers=setting.model.num_layers,
+                num_layers=model.num_layers,
+                attention=model.attention,
                 variants=variants[names],
                 buffer=config.buffer,
                 prefill_buffer=config.prefill_buffer,
