@@ -19,6 +19,7 @@ from kvpolicy.compat import dequantising
 from kvpolicy.errors import ModelError
 from kvpolicy.model.installed import model_folder, registered_model
 from kvpolicy.model.loading import load_model
+from kvpolicy.model.weight_forms import CpuWeights
 
 pytestmark = pytest.mark.slow
 
@@ -103,6 +104,20 @@ def test_packed_weights_compute_the_same_logits_within_rounding(kept: Loaded) ->
 
 
 # One that accumulates what a row gets, one that looks at the newest queries, one that reads text.
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+def test_rounded_weights_compute_nearly_the_same_distributions(
+    kept: Loaded, form: CpuWeights
+) -> None:
+    try:
+        rounded, _ = load_model(NAME, device="cpu", cpu_weights=form)
+    except ModelError as error:
+        pytest.skip(str(error))
+    ids = torch.tensor([prompts(kept.tokenizer, chat=True)[-1]])
+    with torch.inference_mode():
+        plain, found = (one(ids).logits.log_softmax(-1) for one in (kept.model, rounded))
+    assert 0 < (plain.exp() * (plain - found)).sum(-1).mean() < {"bf16": 0.005, "int8": 0.03}[form]
+
+
 @pytest.mark.parametrize(
     "policy",
     ["h2o", "snapkv", "skipkv"]
