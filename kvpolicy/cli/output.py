@@ -190,6 +190,19 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes / 1024:.1f} TiB"
 
 
+def exact_bytes(num_bytes: int) -> str:
+    """A number of bytes as it would be typed, without rounding, such as ``256KiB``.
+
+    Args:
+        num_bytes: The number.
+    """
+    for base, letter in ((1024, "i"), (1000, "")):
+        power = next((n for n in (3, 2, 1) if num_bytes and not num_bytes % base**n), 0)
+        if power:
+            return f"{num_bytes // base**power}{'KMG'[power - 1]}{letter}B"
+    return f"{num_bytes}B"
+
+
 def format_count(number: int, noun: str) -> str:
     """A number of things, such as ``1 cell`` or ``1,200 cells``.
 

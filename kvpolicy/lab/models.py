@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.cli.options import default_length
 from kvpolicy.engine.engine import Engine
+from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.model.config import layers_with_rows
 from kvpolicy.model.fingerprint import model_fingerprint, tokenizer_fingerprint
 from kvpolicy.model.loading import load_model
@@ -53,11 +54,29 @@ class ModelInfo:
     attention: tuple[int, ...] | None = None
 
 
+@attrs.frozen
+class Lengths:
+    """Sequences that are decoded together.
+
+    Attributes:
+        slots: How many.
+        longest: Tokens of the longest one.
+        longest_prompt: Tokens of the longest prompt.
+    """
+
+    slots: int
+    longest: int
+    longest_prompt: int
+
+
 class ModelProvider(Protocol):
     """Describes models: a `ModelCache` in this process, or workers on a cluster."""
 
     def describe(self, name: str) -> tuple[ModelInfo, Any]:
         """Describe a model and return its tokenizer; see `ModelCache.describe`."""
+
+    def bytes_per_sequence(self, name: str, plan: ResolvedPlan, lengths: Lengths) -> int:
+        """What a plan allocates for a sequence; see `ModelCache.bytes_per_sequence`."""
 
 
 @attrs.frozen
@@ -153,6 +172,31 @@ class ModelCache:
         """
         loaded = self.open(name)
         return describe_model(name, loaded), loaded.tokenizer
+
+    def bytes_per_sequence(self, name: str, plan: ResolvedPlan, lengths: Lengths) -> int:
+        """Bytes that a plan allocates for each sequence.
+
+        Args:
+            name: As for `open`.
+            plan: The plan.
+            lengths: The sequences that are decoded together, on whose number depends how many
+                rows beside the slots they share.
+
+        Returns:
+            Bytes of the whole cache divided by the number of slots, rounded up.
+
+        Raises:
+            KVPolicyError: The plan does not fit the model.
+        """
+        found = footprint(
+            plan,
+            self.open(name).model,
+            slots=lengths.slots,
+            longest=lengths.longest,
+            longest_prompt=lengths.longest_prompt,
+            longest_entering=lengths.longest_prompt,
+        )
+        return -(-found.num_bytes // lengths.slots)
 
     def default_length(self, name: str) -> int:
         """The most tokens to generate where the user gives no limit: the model's, or 1024.

@@ -1,11 +1,13 @@
-"""Plots of results: a quantity against the budget, or against memory."""
+"""Plots of results: a quantity against the budget, the bytes of a sequence, or memory."""
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from kvpolicy.lab.analysis.pooling import PooledCell, is_by_bytes
 from kvpolicy.lab.analysis.table import Row
 from kvpolicy.lab.figure import FAINT, LegendContent, Size, legend_entry, line_look, save_figure
 from kvpolicy.lab.labels import short_labels
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 _LARGEST = 1e300  # axes of larger numbers overflow
 _MOST_RATIO = 1e12  # on a logarithmic axis
+_MOST_TICKS = 16
 
 
 @attrs.frozen
@@ -27,17 +30,57 @@ class Point:
 
     Attributes:
         series: The line it belongs to.
-        budget: Its budget; ``None`` for a reference without eviction.
+        x: Its budget, or bytes per sequence in the unit of the axis; ``None`` for a reference,
+            which becomes a horizontal line.
         value: The plotted quantity; a point without a finite one is left out.
         memory: Bytes or another cost, for `save_frontier`.
         policy: The policy that gives the series its colour, see `kvpolicy.lab.looks.policy_of`.
     """
 
     series: str
-    budget: float | None
+    x: float | None
     value: Interval | None
     memory: float | None = None
     policy: str = ""
+
+
+@attrs.frozen
+class Axis:
+    """What a quantity is plotted against.
+
+    Attributes:
+        label: Its label, with the unit.
+        xs: The place of each cell.
+    """
+
+    label: str
+    xs: tuple[float | None, ...]
+
+
+def axis_of(cells: Sequence[PooledCell]) -> Axis:
+    """Bytes per sequence where cells were run for bytes, else budgets.
+
+    Args:
+        cells: The cells of a figure.
+    """
+    if not is_by_bytes(cells):
+        return Axis("budget, rows kept per layer and KV head", tuple(cell.budget for cell in cells))
+    sizes = [cell.record.bytes_per_sequence or 0 for cell in cells]
+    unit, name = unit_of_bytes(max(sizes))
+    return Axis(f"KV bytes of a sequence, {name}", tuple(size / unit for size in sizes))
+
+
+def unit_of_bytes(largest: float) -> tuple[float, str]:
+    """The unit in which numbers of bytes are plotted.
+
+    Args:
+        largest: The largest of them.
+
+    Returns:
+        Its bytes, and its name.
+    """
+    power = min(int(math.log(max(largest, 1.0), 1024)), 3)
+    return 1024.0**power, ("bytes", "KiB", "MiB", "GiB")[power]
 
 
 def save_sweep_plots(
@@ -48,10 +91,11 @@ def save_sweep_plots(
     title: str,
     name: str = "plot",
 ) -> list[Path]:
-    """Plot a measured quantity and the mean length against the budget, side by side.
+    """Plot a measured quantity and the mean length side by side, see `axis_of`.
 
     Args:
-        rows: Rows of a result table; those without a budget become horizontal lines.
+        rows: Rows of a result table; those without a budget become horizontal lines where the axis
+            is the budget.
         folder: Where ``plot.png`` and ``plot.svg`` go.
         column: The quantity.
         title: Title of the figure.
@@ -63,12 +107,13 @@ def save_sweep_plots(
     Raises:
         OutputError: They cannot be written.
     """
+    cells = [row.cell for row in rows]
+    axis = axis_of(cells)
 
     def points(values: Iterable[Interval | None]) -> list[Point]:
-        cells = [row.cell for row in rows]
         return [
-            Point(cell.series, cell.budget, value, policy=policy_of(cell.record.resolved))
-            for cell, value in zip(cells, values, strict=True)
+            Point(cell.series, x, value, policy=policy_of(cell.record.resolved))
+            for cell, x, value in zip(cells, axis.xs, values, strict=True)
         ]
 
     measured = points(row.measured[column.name] for row in rows)
@@ -78,9 +123,9 @@ def save_sweep_plots(
         left, right = figure.subplots(1, 2)
         figure.suptitle(title, x=0.012, ha="left", fontsize="medium", color=FAINT)
         left.set_title(column.heading)
-        _draw_against_budget(left, measured, is_share=column.is_share)
+        _draw_lines(left, measured, axis.label, is_share=column.is_share)
         right.set_title("Mean length, tokens")
-        _draw_against_budget(right, lengths)
+        _draw_lines(right, lengths, axis.label)
         return _legend([*measured, *lengths])
 
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
@@ -89,14 +134,19 @@ def save_sweep_plots(
 
 
 def save_curve(
-    path: Path, points: Sequence[Point], label: str, *, is_share: bool, size: Size
+    path: Path,
+    points: Sequence[Point],
+    labels: tuple[str, str],
+    *,
+    is_share: bool,
+    size: Size,
 ) -> None:
-    """Plot a quantity against the budget.
+    """Plot a quantity against the budget, or against the bytes of a sequence.
 
     Args:
         path: The file; its suffix is one of `FORMATS`. The same points give the same bytes.
-        points: The points; those without a budget become horizontal lines.
-        label: Axis label of the quantity.
+        points: The points; those without a place on the axis become horizontal lines.
+        labels: Axis labels: of `Axis`, and of the quantity.
         is_share: Whether the quantity lies between 0 and 1.
         size: Size of the figure.
 
@@ -106,8 +156,8 @@ def save_curve(
 
     def draw(figure: "Figure") -> LegendContent:
         axes = figure.subplots()
-        axes.set_ylabel(label)
-        _draw_against_budget(axes, points, is_share=is_share)
+        axes.set_ylabel(labels[1])
+        _draw_lines(axes, points, labels[0], is_share=is_share)
         return _legend(points)
 
     save_figure([path], size, draw)
@@ -183,7 +233,7 @@ def _legend(points: Sequence[Point], *, with_markers: bool = False) -> LegendCon
     """A legend of the series that have a value; a horizontal line has no marker."""
     looks = _looks(points)
     shown = {point.series for point, _ in _drawable(points)}
-    lines = {point.series for point in points if point.budget is not None}
+    lines = {point.series for point in points if point.x is not None}
     title, short = short_labels([series for series in looks if series in lines])
     labels = dict(zip((series for series in looks if series in lines), short, strict=True))
     entries = []
@@ -206,27 +256,29 @@ def _drawable(points: Iterable[Point]) -> list[tuple[Point, Interval]]:
     return found
 
 
-def _draw_against_budget(axes: "Axes", points: Sequence[Point], *, is_share: bool = False) -> None:
+def _draw_lines(
+    axes: "Axes", points: Sequence[Point], label: str, *, is_share: bool = False
+) -> None:
     from matplotlib.transforms import ScaledTranslation
 
     looks, drawn = _looks(points), _drawable(points)
     lines: dict[str, list[tuple[float, Interval]]] = {}
     for point, value in drawn:
         look = line_look(looks[point.series])
-        if point.budget is None:
+        if point.x is None:
             style = {key: look[key] for key in ("color", "linestyle")}
             axes.axhline(value.value, linewidth=1.2, zorder=1, **style)
             axes.axhspan(value.low, value.high, color=look["color"], alpha=0.07, lw=0, zorder=0)
         else:
-            lines.setdefault(point.series, []).append((point.budget, value))
+            lines.setdefault(point.series, []).append((point.x, value))
     for i, (series, line) in enumerate(lines.items()):
-        # Some points to the side, so that intervals at the same budget do not cover each other.
+        # Some points to the side, so that intervals at the same place do not cover each other.
         offset = min(2.5, 10 / len(lines)) * (i - (len(lines) - 1) / 2)
         scale = axes.figure.dpi_scale_trans
         shifted = axes.transData + ScaledTranslation(offset / 72, 0, scale)
         look = line_look(looks[series]) | {"linewidth": 1.6}
         _draw_points(axes, sorted(line), transform=shifted, **look)
-    _set_budget_axis(axes, sorted({p.budget for p in points if p.budget is not None}))
+    _set_axis(axes, sorted({point.x for point in points if point.x is not None}), label)
     _set_value_axis(axes, [value for _, value in drawn], is_share=is_share)
     axes.grid(axis="y")
 
@@ -247,17 +299,32 @@ def _draw_points(axes: "Axes", points: Sequence[tuple[float, Interval]], **look:
     )
 
 
-def _set_budget_axis(axes: "Axes", budgets: Sequence[float]) -> None:
-    axes.set_xlabel("budget, rows kept per layer and KV head")
-    low, high = (budgets[0], budgets[-1]) if budgets else (0.0, 1.0)
+def _set_axis(axes: "Axes", xs: Sequence[float], label: str) -> None:
+    axes.set_xlabel(label)
+    low, high = (xs[0], xs[-1]) if xs else (0.0, 1.0)
     if low > 0 and 6 * low < high < _MOST_RATIO * low:
         axes.set_xscale("log", base=2)
         axes.set_xlim(low / 1.12, high * 1.12)
     else:
         margin = 0.06 * (high - low) or 0.5
         axes.set_xlim(low - margin, high + margin)
-    axes.set_xticks(budgets, [f"{budget:.10g}" for budget in budgets])
+    shown = _apart(xs, is_log=axes.get_xscale() == "log")
+    axes.set_xticks(shown, [f"{x:.10g}" if x == int(x) else f"{x:.3g}" for x in shown])
     axes.minorticks_off()
+
+
+def _apart(xs: Sequence[float], *, is_log: bool) -> list[float]:
+    """Places of an axis without those that are too close to the one before for two labels."""
+    if len(xs) < 2:
+        return list(xs)
+    scaled = [math.log(x) if is_log else x for x in xs]
+    least = (scaled[-1] - scaled[0]) / _MOST_TICKS
+    shown, last = [xs[0]], scaled[0]
+    for x, place in zip(xs[1:], scaled[1:], strict=True):
+        if place - last >= least:
+            shown.append(x)
+            last = place
+    return shown
 
 
 def _set_value_axis(axes: "Axes", values: Sequence[Interval], *, is_share: bool) -> None:

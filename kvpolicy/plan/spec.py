@@ -182,7 +182,11 @@ def _read_rows(value: object) -> RowFormats:
     if isinstance(value, RowFormats):
         return value
     sides: dict[Any, Any]
-    sides = dict(value) if isinstance(value, Mapping) else {"keys": value, "values": value}
+    if isinstance(value, Mapping):
+        sides = dict(value)
+    else:  # "int8/int4": keys, then values
+        keys, slash, values = value.partition("/") if isinstance(value, str) else (value, "", "")
+        sides = {"keys": keys, "values": values if slash else keys}
     known = all(isinstance(one, str) and one in _BITS for one in sides.values())
     if known and sides and set(sides) <= {"keys", "values"}:
         if sides.get("keys") == "int4":
@@ -193,8 +197,8 @@ def _read_rows(value: object) -> RowFormats:
             raise TypeError(msg)
         return RowFormats(**sides)
     msg = (
-        f'{value!r:.60} does not say how rows are stored; write "model" or "int8", or a table such '
-        'as { keys = "int8", values = "int4" }'
+        f'{value!r:.60} does not say how rows are stored; write "model", "int8", or for keys and '
+        'values "int8/int4", which is { keys = "int8", values = "int4" }'
     )
     raise TypeError(msg)
 
@@ -385,14 +389,22 @@ PADDING = _one_of(get_args(Padding), "a padding")
 PROMPT = _one_of(get_args(PromptRows), "what becomes of the rows of prompts")
 HEADS = Rule(_read_heads, {"enum": list(get_args(Heads))})
 _OF_KEYS = {"enum": ["model", "int8"]}
+_OF_VALUES = {"enum": list(get_args(RowFormat))}
+
+
+def _either(one_of: dict[str, list[str]]) -> str:
+    return "|".join(one_of["enum"])
+
+
 ROWS = Rule(
     _read_rows,
     {
         "oneOf": [
             _OF_KEYS,
+            {"type": "string", "pattern": f"^({_either(_OF_KEYS)})/({_either(_OF_VALUES)})$"},
             {
                 "type": "object",
-                "properties": {"keys": _OF_KEYS, "values": {"enum": list(get_args(RowFormat))}},
+                "properties": {"keys": _OF_KEYS, "values": _OF_VALUES},
                 "minProperties": 1,
                 "additionalProperties": False,
             },

@@ -123,7 +123,7 @@ def test_twelve_long_series_fit_at_every_width(
         labels = ("Peak KV bytes of a sample, mean", "Accuracy")
         save_frontier(path, points, labels, is_share=True, size=size)
     else:
-        save_curve(path, points, quantity, is_share=quantity == "Accuracy", size=size)
+        save_curve(path, points, ("budget", quantity), is_share=quantity == "Accuracy", size=size)
     (figure,) = drawn
     (axes,), (legend,) = figure.axes, figure.legends
     assert axes.get_window_extent().height >= 0.45 * size.height * figure.dpi, "readable"
@@ -161,7 +161,9 @@ STRANGE = [
 
 @pytest.mark.nightly
 def test_any_label_is_drawn_as_it_is(tmp_path: Path, drawn: list[Figure]) -> None:
-    save_curve(tmp_path / "a.png", points_of(STRANGE), "$ _ 方", is_share=True, size=Size())
+    save_curve(
+        tmp_path / "a.png", points_of(STRANGE), ("budget", "$ _ 方"), is_share=True, size=Size()
+    )
     (figure,) = drawn
     shown = [text.get_text().replace("\n", "") for text in figure.legends[0].get_texts()]
     assert shown[:4] == ["$x$", "$", r"\frac{1}{2}$ $\unknown{", "a_b"]
@@ -193,7 +195,7 @@ def test_any_values_can_be_drawn(
     memory = [one.value if one else None for one in values]
     points = [Point("a", 16 + i, v, m) for i, (v, m) in enumerate(zip(values, memory, strict=True))]
     size = Size()
-    save_curve(tmp_path / "a.png", points, "Loss", is_share=False, size=size)
+    save_curve(tmp_path / "a.png", points, ("budget", "Loss"), is_share=False, size=size)
     save_frontier(tmp_path / "b.png", points, ("KV", "Loss"), is_share=True, size=size)
     low, high = drawn[0].axes[0].get_ylim()
     finite = [one.value for one in values if one and abs(one.value) < 1e300]
@@ -207,7 +209,7 @@ def test_every_point_is_drawn_at_its_value(tmp_path: Path, drawn: list[Figure]) 
         for series, line in values.items()
         for budget, value in line.items()
     ]
-    save_curve(tmp_path / "a.png", points, "Accuracy", is_share=False, size=Size())
+    save_curve(tmp_path / "a.png", points, ("budget", "Accuracy"), is_share=False, size=Size())
     (axes,) = drawn[0].axes
     lines = [cast("Any", container).lines[0].get_xydata().tolist() for container in axes.containers]
     wanted = [[[float(x), y] for x, y in sorted(line.items())] for line in values.values()]
@@ -221,21 +223,27 @@ def test_neighbouring_budgets_leave_out_labels_that_would_touch(
     half = Interval(0.5, 0.4, 0.6)
     budgets = [*range(96, 140), 139.5]
     points = [Point("a", b, half) for b in budgets]
-    save_curve(tmp_path / "a.png", points, "Accuracy", is_share=True, size=Size())
+    save_curve(tmp_path / "a.png", points, ("budget", "Accuracy"), is_share=True, size=Size())
     assert len(drawn) == 1
 
 
 @pytest.mark.nightly
 def test_a_figure_without_room_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"0\.6 x 0\.6"):
-        save_curve(tmp_path / "a.png", points_of(["a"]), "A", is_share=True, size=Size(0.6, 0.6))
+        save_curve(
+            tmp_path / "a.png",
+            points_of(["a"]),
+            ("budget", "A"),
+            is_share=True,
+            size=Size(0.6, 0.6),
+        )
     assert not (tmp_path / "a.png").exists()
 
 
 def test_a_policy_has_its_colour_in_every_figure(tmp_path: Path, drawn: list[Figure]) -> None:
     def colours(names: Sequence[str]) -> dict[str, Any]:
         points = [one for name in names for one in points_of([name], name.lower())][::-1]
-        save_curve(tmp_path / "a.png", points, "Accuracy", is_share=True, size=Size())
+        save_curve(tmp_path / "a.png", points, ("budget", "Accuracy"), is_share=True, size=Size())
         legend = drawn[-1].legends[0]
         lines = [cast("Any", line).get_color() for line in legend.get_lines()]
         return dict(zip((text.get_text() for text in legend.get_texts()), lines, strict=True))
@@ -248,4 +256,4 @@ def test_a_policy_has_its_colour_in_every_figure(tmp_path: Path, drawn: list[Fig
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"\.svg"):
-        save_curve(tmp_path / "a.gif", [], "Accuracy", is_share=True, size=Size())
+        save_curve(tmp_path / "a.gif", [], ("budget", "Accuracy"), is_share=True, size=Size())

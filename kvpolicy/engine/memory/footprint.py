@@ -94,6 +94,7 @@ class Footprint:
         lookahead_bytes_per_slot: Bytes that a lookahead of a sequence takes for a moment, at most:
             keys and values of its tokens in all layers, and their queries.
         max_tokens_per_forward: The most prompt tokens of all sequences in one forward.
+        longest_entering: See `footprint`.
         staged_bytes_per_prompt: Bytes of these rows of one prompt.
         staged_copy_bytes: The most bytes of a temporary copy of one prompt with such rows.
     """
@@ -108,6 +109,7 @@ class Footprint:
     lookahead_size: int = 0
     lookahead_bytes_per_slot: int = 0
     max_tokens_per_forward: int = DEFAULT_MAX_TOKENS
+    longest_entering: int | None = None
     staged_bytes_per_prompt: int = 0
     staged_copy_bytes: int = 0
 
@@ -139,7 +141,9 @@ class Footprint:
     @property
     def num_staged(self) -> int:
         """Prompts that have rows beside their slabs at a time."""
-        return self.plan.num_staged(self.slots, self.max_tokens_per_forward, self.tokens)
+        return self.plan.num_staged(
+            self.slots, self.max_tokens_per_forward, self.tokens, self.longest_entering
+        )
 
     @property
     def staging_bytes(self) -> int:
@@ -200,6 +204,7 @@ def footprint(
     slots: int,
     longest: int | None = None,
     longest_prompt: int | None = None,
+    longest_entering: int | None = None,
     max_tokens_per_forward: int = DEFAULT_MAX_TOKENS,
 ) -> Footprint:
     """Compute what a plan allocates on a model.
@@ -210,6 +215,8 @@ def footprint(
         slots: Sequences decoded together.
         longest: Tokens of the longest sequence; the model's positions if not given.
         longest_prompt: Tokens of the longest prompt; ``longest`` if not given.
+        longest_entering: The most tokens that a sequence has when its first token is drawn, if
+            they are known to be fewer; they matter where prompts have rows beside slabs.
         max_tokens_per_forward: As of `Engine`: so many prompts have rows beside their slabs.
 
     Returns:
@@ -226,7 +233,7 @@ def footprint(
     parts = zip(resolved.layers, resolved.stacks(), adapter.layer_shapes(), strict=True)
     layers, staged, copies = [], 0, [0]
     for layer, stack, shape in parts:
-        slab = layer.slab(stack, tokens, prompt_tokens)
+        slab = layer.slab(stack, tokens, prompt_tokens, longest_entering)
         if not shape.has_rows:
             layers.append(_without_rows(layer, shape))
             continue
@@ -263,6 +270,7 @@ def footprint(
         lookahead_size=max(stack.lookahead_size for stack in resolved.stacks()),
         lookahead_bytes_per_slot=_lookahead_bytes(resolved.stacks(), adapter.layer_shapes()),
         max_tokens_per_forward=max_tokens_per_forward,
+        longest_entering=longest_entering,
         staged_bytes_per_prompt=staged,
         staged_copy_bytes=max(copies),
     )

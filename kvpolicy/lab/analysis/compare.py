@@ -69,6 +69,8 @@ class ComparedCell:
             "cell": cell.id,
             "series": cell.series,
             "budget": cell.budget,
+            "bytes_per_sequence": cell.record.bytes_per_sequence,
+            "byte_limits": list(cell.byte_limits),
             "model": cell.group.model,
             "task": cell.group.task,
             "seeds": list(cell.seeds),

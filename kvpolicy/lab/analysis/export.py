@@ -60,7 +60,8 @@ def flatten_samples(
 
     Returns:
         Columns ``run`` and ``version``; the fields of `Sample` except ``facets`` and ``values``;
-        settings; ``prompt``, ``answer`` and ``reference`` on request; then ``facet_NAME``,
+        settings; ``bytes_per_sequence`` of the cell; ``prompt``, ``answer`` and ``reference`` on
+        request; then ``facet_NAME``,
         ``value_NAME`` and ``knob_POLICY__KNOB``, each in alphabetical order.
     """
     records = [
@@ -90,6 +91,7 @@ def fixed_columns(*, items: bool = False) -> dict[str, Kind]:
         "version": "text",
         **sample,
         **{name: setting[name] for name in _SETTING_COLUMNS},
+        "bytes_per_sequence": "whole",
         **(dict.fromkeys(_ITEM_COLUMNS, "text") if items else {}),
     }
 
@@ -133,6 +135,7 @@ def _record(run: RunFolder, sample: Sample) -> dict[str, Any]:
         "version": run.version,
         **attrs.asdict(sample, recurse=False),
         **{name: getattr(group, name) for name in _SETTING_COLUMNS},
+        "bytes_per_sequence": cell.bytes_per_sequence,
         **({name: getattr(item, name) for name in _ITEM_COLUMNS} if item is not None else {}),
         **_facets(sample.facets),
         **{f"value_{name}": value for name, value in sample.values.items()},

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import attrs
 
+from kvpolicy.cli.output import exact_bytes
 from kvpolicy.entry_points import nearest
 from kvpolicy.errors import ResultsError
 from kvpolicy.lab.store.read import RunFolder
@@ -89,9 +90,21 @@ class PooledCell:
         return self.record.budget
 
     @property
+    def byte_limits(self) -> tuple[int, ...]:
+        """The bytes per sequence that it was run for; empty if it was run for budgets."""
+        return self.record.byte_limits
+
+    @property
+    def sizes(self) -> list[str]:
+        """Its sizes as users write them: bytes such as ``256KiB`` if it was run for these."""
+        if self.byte_limits:
+            return [exact_bytes(limit) for limit in self.byte_limits]
+        return [] if self.budget is None else [f"{self.budget:g}"]
+
+    @property
     def name(self) -> str:
-        """The plan as users write it: ``SERIES@BUDGET``."""
-        return self.series if self.budget is None else f"{self.series}@{self.budget:g}"
+        """The plan as users write it: ``SERIES@BUDGET``, or ``SERIES@BYTES``."""
+        return self.series if self.budget is None else f"{self.series}@{self.sizes[0]}"
 
     @cached_property
     def by_item(self) -> dict[int, list[Sample]]:
@@ -164,6 +177,18 @@ def pool_by_seed(runs: Sequence[RunFolder]) -> list[PooledCell]:
         Cells of one seed each; ``item`` of their samples is the number in the seed.
     """
     return _pool(runs, lambda group: group.group, lambda group, item: item)
+
+
+def is_by_bytes(cells: Iterable[PooledCell]) -> bool:
+    """Whether cells are to be shown by their bytes per sequence: some were run for bytes.
+
+    Args:
+        cells: The cells.
+    """
+    cells = list(cells)
+    return any(cell.byte_limits for cell in cells) and all(
+        cell.record.bytes_per_sequence is not None for cell in cells
+    )
 
 
 def blocks_of(cells: Iterable[PooledCell]) -> list[list[PooledCell]]:

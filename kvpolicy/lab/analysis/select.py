@@ -6,6 +6,7 @@ from pathlib import Path
 
 import attrs
 
+from kvpolicy.cli.output import exact_bytes
 from kvpolicy.entry_points import nearest
 from kvpolicy.errors import ResultsError
 from kvpolicy.lab.analysis.pooling import Keep, PooledCell, blocks_of
@@ -60,7 +61,8 @@ def select(
     Args:
         runs: The runs to select from.
         series: Names of series, in upper or lower case.
-        budgets: Numbers, or ``"all"`` for cells that evict nothing.
+        budgets: Numbers, or ``"all"`` for cells that evict nothing; bytes, such as ``"256KiB"``,
+            for those that were run for bytes.
         models: Models as the user typed them for the run.
         tasks: Tasks with their options.
         seeds: Seeds.
@@ -72,7 +74,7 @@ def select(
     groups = [group for run in runs for group in run.groups.values()]
     folded = [name.casefold() for name in series or ()]
     _check_known("series", folded, [cell.series.casefold() for cell in cells])
-    _check_known("budget", budgets, [format_budget(cell.budget) for cell in cells])
+    _check_known("budget", budgets, [size for cell in cells for size in _sizes(cell)])
     _check_known("model", models, [group.model for group in groups])
     _check_known("task", tasks, [group.task for group in groups])
     _check_known("seed", seeds, [group.seed for group in groups])
@@ -80,7 +82,7 @@ def select(
     def keep(group: EvalSettingRecord, cell: CellRecord) -> bool:
         return (
             (not folded or cell.series.casefold() in folded)
-            and (not budgets or format_budget(cell.budget) in budgets)
+            and (not budgets or any(size in budgets for size in _sizes(cell)))
             and (not models or group.model in models)
             and (not tasks or group.task in tasks)
             and (not seeds or group.seed in seeds)
@@ -116,9 +118,9 @@ def find_cell(cells: Sequence[PooledCell], text: str) -> PooledCell:
 
     Args:
         cells: The cells.
-        text: ``SERIES@BUDGET``, ``SERIES`` if it has one budget only, an unambiguous beginning of
-            either, or the first digits of an id; each optionally after ``RUN:``, the name of the
-            run's folder.
+        text: ``SERIES@BUDGET`` or ``SERIES@BYTES``, ``SERIES`` if it has one budget only, an
+            unambiguous beginning of either, or the first digits of an id; each optionally after
+            ``RUN:``, the name of the run's folder.
 
     Raises:
         ResultsError: No cell or several cells have this name.
@@ -149,7 +151,8 @@ def pairs_with(
     Args:
         cells: The cells.
         texts: The baselines. Each is a cell, as in `find_cell`, or a series: a cell is then
-            compared with that series at its own budget. Each model and task has its own.
+            compared with that series at its own budget, or at the bytes that it was run for. Each
+            model and task has its own.
         is_compared: Which cells are compared with a baseline, see `select`.
 
     Returns:
@@ -180,6 +183,11 @@ def pairs_with(
 def format_budget(budget: float | None) -> str:
     """A budget as users write it."""
     return "all" if budget is None else f"{budget:g}"
+
+
+def _sizes(cell: CellRecord) -> list[str]:
+    """What a user may select a cell by."""
+    return [format_budget(cell.budget), *map(exact_bytes, cell.byte_limits)]
 
 
 def differing_settings(cells: Sequence[PooledCell]) -> list[str]:
@@ -236,12 +244,13 @@ def _with_baseline(block: Sequence[PooledCell], text: str) -> list[tuple[PooledC
     baselines = _matches(block, text)
     if len(baselines) == 1:
         return [(cell, baselines[0]) for cell in block if cell is not baselines[0]]
-    by_budget = {cell.budget: cell for cell in baselines}
+    sizes = [size for cell in baselines for size in cell.sizes]
     is_series = len({cell.series for cell in baselines}) == 1
-    if not is_series or len(by_budget) < len(baselines):
+    if not is_series or len(set(sizes)) < len(sizes):
         find_cell(block, text)  # raises: the name is ambiguous
+    of_size = {size: cell for cell in baselines for size in cell.sizes}
     others = [cell for cell in block if cell not in baselines]
-    return [(cell, by_budget[cell.budget]) for cell in others if cell.budget in by_budget]
+    return [(cell, of_size[size]) for cell in others for size in cell.sizes if size in of_size]
 
 
 def _check_known(kind: str, selected: Sequence[object] | None, known: Sequence[object]) -> None:
@@ -261,6 +270,7 @@ def _matches(cells: Sequence[PooledCell], text: str) -> list[PooledCell]:
     folded = name.casefold()
     is_id = len(name) >= _MIN_ID_DIGITS
     rules = (
+        lambda cell: any(f"{cell.series}@{size}".casefold() == folded for size in cell.sizes),
         lambda cell: f"{cell.series}@{format_budget(cell.budget)}".casefold() == folded,
         lambda cell: cell.series.casefold() == folded,
         lambda cell: is_id and any(one.startswith(name) for one in cell.cells),

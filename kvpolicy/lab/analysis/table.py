@@ -269,6 +269,8 @@ def _to_record(row: Row, flat: bool) -> dict[str, Any]:
         "series": plan.series,
         "budget": plan.budget,
         "buffer": plan.buffer,
+        "bytes_per_sequence": plan.bytes_per_sequence,
+        "byte_limits": _spaced(plan.byte_limits) if flat else list(plan.byte_limits),
         "plan": plan.plan,
         "n": row.n,
         "num_items": row.num_items,

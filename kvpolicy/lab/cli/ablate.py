@@ -38,6 +38,7 @@ from kvpolicy.cli.options import (
 )
 from kvpolicy.cli.output import (
     Progress,
+    format_bytes,
     format_count,
     format_seconds,
     info,
@@ -70,6 +71,7 @@ SOME_FAILED = 1
     epilog=examples(
         "kvpolicy ablate",
         "kvpolicy ablate --policies h2o,snapkv --budgets 96,128 --n 20",
+        "kvpolicy ablate --policies full,h2o --rows model,int8 --bytes 256KiB,512KiB --n 20",
     )
 )
 def ablate(
@@ -77,6 +79,8 @@ def ablate(
     policies: options.Stacks = None,
     plan: options.Plans = None,
     budgets: options.Budgets = None,
+    num_bytes: options.Bytes = None,
+    rows: options.Rows = None,
     grid: options.Grid = None,
     zip_lists: options.Zip = False,
     buffer: Buffer = None,
@@ -117,7 +121,9 @@ def ablate(
     command again: it continues after the last finished sample.
     """
     budget_list = parse_ints("--budgets", budgets)
-    seed_list, knobs = parse_ints("--seeds", seeds, minimum=0), options.parse_grid(grid or [])
+    byte_list = options.parse_byte_list("--bytes", num_bytes)
+    seed_list = parse_ints("--seeds", seeds, minimum=0)
+    knobs = options.parse_grid(grid or [], rows)
     register_plugins(plugin)
     # Imported here because these import torch.
     from kvpolicy.lab.executors.executor import open_executor
@@ -130,6 +136,7 @@ def ablate(
         policies=parse_names("--policies", policies),
         plans=plan or [],
         budgets=tuple(budget_list) or None,
+        bytes=tuple(byte_list) or None,
         buffer=buffer,
         prefill_buffer=prefill_buffer,
         models=tuple(model or ()) or None,
@@ -200,13 +207,14 @@ def _dry_run(sweep: "Sweep", folder: Path, workers: int, *, json: bool) -> None:
             str(cell["seed"]),
             cell["series"],
             "all" if cell["budget"] is None else f"{cell['budget']:g}",
+            format_bytes(cell["bytes_per_sequence"]),
             str(cell["samples"]),
             str(cell["left"]),
         ]
         for cell in cells
     ]
-    headers = ["model", "task", "seed", "policy", "budget", "samples", "left"]
-    print_text(format_table(headers, rows, right=(2, 4, 5, 6), width=terminal_width()) + "\n\n")
+    headers = ["model", "task", "seed", "policy", "budget", "bytes/seq", "samples", "left"]
+    print_text(format_table(headers, rows, right=(2, 4, 5, 6, 7), width=terminal_width()) + "\n\n")
     num_done = totals["samples"] - totals["left"]
     where = f"{num_done} of them done in {folder}" if num_done else f"into {folder}"
     side_by_side = f", with {workers} workers" if workers > 1 else ""
@@ -231,6 +239,7 @@ def _list_cells(sweep: "Sweep", done: Container[str]) -> list[dict[str, Any]]:
                 "seed": setting.seed,
                 "series": cell.series,
                 "budget": cell.budget,
+                "bytes_per_sequence": cell.bytes_per_sequence,
                 "samples": len(setting.examples),
                 "left": len(sweep.remaining(cell, done)),
             }

@@ -9,7 +9,17 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli.completion import names_of
-from kvpolicy.cli.options import MODEL, POLICY, SAMPLING, SLOTS, TEMPERATURE, TOP_P, split_list
+from kvpolicy.cli.options import (
+    MODEL,
+    POLICY,
+    SAMPLING,
+    SLOTS,
+    TEMPERATURE,
+    TOP_P,
+    parse_bytes,
+    parse_names,
+    split_list,
+)
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.files import parse_toml
 
@@ -68,6 +78,24 @@ Plans = Annotated[
 Budgets = Annotated[
     str | None,
     _policy(metavar="N,...", help="Rows that stay per layer and KV head. [default: the preset's]"),
+]
+Bytes = Annotated[
+    str | None,
+    _policy(
+        "--bytes",
+        metavar="BYTES,...",
+        help="Instead of budgets: KV bytes of each sequence, such as 256KiB,512KiB. Each plan has "
+        "the largest budget that fits.",
+    ),
+]
+Rows = Annotated[
+    str | None,
+    _policy(
+        "--rows",
+        metavar="FORMAT,...",
+        help="Precisions of rows in which every plan runs: model, int8, or KEYS/VALUES as in "
+        "int8/int4. [default: the plans']",
+    ),
 ]
 Grid = Annotated[
     list[str] | None,
@@ -170,17 +198,19 @@ DryRun = Annotated[
 ]
 
 
-def parse_grid(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+def parse_grid(texts: Sequence[str], rows: str | None = None) -> dict[str, tuple[Any, ...]]:
     """Parse the values of each knob.
 
     Args:
         texts: Such as ``"rkv.mix_lambda=0.1,0.2"``. Values are those of a TOML list; text that
             is not TOML is split at commas.
+        rows: Values of ``--rows``, which are a knob, too.
 
     Raises:
         KVPolicyError: One of them is malformed, or a knob is given twice.
     """
-    found: dict[str, tuple[Any, ...]] = {}
+    formats = parse_names("--rows", rows)
+    found: dict[str, tuple[Any, ...]] = {"rows": tuple(formats)} if formats else {}
     for text in texts:
         path, equals, listed = text.partition("=")
         key = path.strip()
@@ -189,10 +219,24 @@ def parse_grid(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
             msg = f"--grid {text!r} is not KEY=V1,V2; write for example POLICY.KNOB=0.1,0.2."
             raise KVPolicyError(msg)
         if key in found:
-            msg = f"--grid was given '{key}' twice; list all its values in one: {key}=V1,V2."
+            options = "--rows and --grid were" if key == "rows" and formats else "--grid was"
+            msg = f"{options} given '{key}' twice; list all its values in one: {key}=V1,V2."
             raise KVPolicyError(msg)
         found[key] = tuple(values)
     return found
+
+
+def parse_byte_list(option: str, text: str | None) -> list[int]:
+    """Parse numbers of bytes: ``"256KiB,1MB"``.
+
+    Args:
+        option: Name of the option, for the message.
+        text: What was given.
+
+    Raises:
+        KVPolicyError: One of them is not a number of bytes.
+    """
+    return [parse_bytes(option, one) for one in parse_names(option, text)]
 
 
 def _parse_values(text: str) -> list[Any]:

@@ -253,7 +253,8 @@ def _default_policies() -> list[str]:
     from kvpolicy.lab.sweep.prepare import load_series
 
     stacks = [one.plan["stack"] for one in load_series(None) if "stack" in one.plan]
-    return ["+".join(stack) for stack in stacks if all(isinstance(name, str) for name in stack)]
+    named = ["+".join(stack) for stack in stacks if all(isinstance(name, str) for name in stack)]
+    return list(dict.fromkeys(named))  # one may be in several precisions
 
 
 def _check_given(

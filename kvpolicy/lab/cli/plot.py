@@ -16,7 +16,7 @@ from kvpolicy.lab.analysis.select import open_runs
 from kvpolicy.lab.cli.results import Runs
 from kvpolicy.lab.figure import LIMITS_INCHES, LIMITS_POINTS, WIDTHS, Size
 from kvpolicy.lab.looks import policy_of
-from kvpolicy.lab.plots import Point, save_curve, save_frontier
+from kvpolicy.lab.plots import Axis, Point, axis_of, save_curve, save_frontier, unit_of_bytes
 from kvpolicy.lab.report.gather import GroupView, pooled
 from kvpolicy.lab.report.metrics import MEMORY, Quantity, quantities
 from kvpolicy.lab.statistics import Interval
@@ -76,6 +76,7 @@ def plot(
 ) -> None:
     """Draw one quantity against the budget, or the frontier of quality and memory, for a paper.
 
+    Cells that were run for bytes are drawn against the bytes of a sequence.
     The figure has no title, since captions have one. Seeds are pooled. The same runs give the
     same file.
     """
@@ -90,8 +91,9 @@ def plot(
     cells = _of_series(view, series or [])
     drawn = known[first if name == FRONTIER else name]
     is_share = drawn.kind == "share"
-    points, label = _points(drawn, cells)
-    costs, cost_label = _points(known[MEMORY], cells)
+    axis = axis_of(cells)
+    points, label = _points(drawn, cells, axis)
+    costs, cost_label = _points(known[MEMORY], cells, axis)
     points = [
         attrs.evolve(point, memory=cost.value.value if cost.value else None)
         for point, cost in zip(points, costs, strict=True)
@@ -103,7 +105,7 @@ def plot(
     if name == FRONTIER:
         save_frontier(to, points, (cost_label, label), is_share=is_share, size=size)
     else:
-        save_curve(to, points, label, is_share=is_share, size=size)
+        save_curve(to, points, (axis.label, label), is_share=is_share, size=size)
     info(f"{to} shows {format_count(num_shown, 'cell')}, {size.width:g} inches wide.")
 
 
@@ -111,23 +113,21 @@ def _is_shown(point: Point, quantity: str) -> bool:
     return point.value is not None and (quantity != FRONTIER or point.memory is not None)
 
 
-def _points(quantity: Quantity, cells: Sequence[PooledCell]) -> tuple[list[Point], str]:
+def _points(quantity: Quantity, cells: Sequence[PooledCell], axis: Axis) -> tuple[list[Point], str]:
     """Points of a quantity, in a unit that suits them, and the axis label with this unit."""
     values = [_finite(quantity.estimate(cell)) for cell in cells]
     unit, label = 1.0, quantity.heading
     if quantity.kind == "bytes":
-        largest = max([1.0, *(value.value for value in values if value)])
-        power = min(int(math.log(largest, 1024)), 3)
-        unit = 1024.0**power
-        label = label.replace("bytes", ("bytes", "KiB", "MiB", "GiB")[power])
+        unit, name = unit_of_bytes(max([1.0, *(value.value for value in values if value)]))
+        label = label.replace("bytes", name)
     points = []
-    for cell, value in zip(cells, values, strict=True):
+    for cell, x, value in zip(cells, axis.xs, values, strict=True):
         if value is not None:
             value = attrs.evolve(
                 value, value=value.value / unit, low=value.low / unit, high=value.high / unit
             )
         policy = policy_of(cell.record.resolved)
-        points.append(Point(cell.series, cell.budget, value, policy=policy))
+        points.append(Point(cell.series, x, value, policy=policy))
     return points, label
 
 

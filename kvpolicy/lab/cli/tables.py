@@ -14,7 +14,7 @@ from kvpolicy.lab.analysis.compare import (
     compare_by_facet,
     compare_compacted,
 )
-from kvpolicy.lab.analysis.pooling import PooledCell
+from kvpolicy.lab.analysis.pooling import PooledCell, is_by_bytes
 from kvpolicy.lab.analysis.select import (
     differing_settings,
     format_budget,
@@ -48,14 +48,17 @@ def table(
         latex: Whether it is for a paper, in LaTeX.
 
     Returns:
-        The lines. ``compacted (n)`` is the first quantity over the samples whose cache was
+        The lines. ``bytes/seq`` is what a sequence allocates, where some were run for a number of
+        bytes; ``compacted (n)`` is the first quantity over the samples whose cache was
         compacted, and their number; ``length`` is a mean; ``max KV/sample`` is the largest peak
         of a sample; ``tok/s`` is ``-`` for a cell that was interrupted.
     """
     labels = labels or {}
     facet = rows[0].facet if rows else None
     names = [*labels, "policy", "budget", *([] if facet is None else [facet])]
+    by_bytes = is_by_bytes(row.cell for row in rows)
     columns = {
+        **({"bytes/seq": [_bytes(row.cell) for row in rows]} if by_bytes else {}),
         **{f"{one.title}, 95 % CI": _estimates(rows, one) for one in measured},
         "compacted (n)": [_compacted(measured[0], r.compacted, r.num_compacted) for r in rows],
         "n": [_num_samples(row) for row in rows],
@@ -134,13 +137,21 @@ def many_cells(found: Sequence[CellComparison], *, width: int | None) -> str:
         width: Characters of a line of the table; unlimited if not given.
     """
     names = differing_settings([one.a.cell for one in found])
-    headers = ["cell", "baseline", *names, "items", "unpaired", "compacted", "difference"]
+    sides = {
+        "bytes/seq": [one.a.cell for one in found],
+        "baseline's": [one.b.cell for one in found],
+    }
+    is_shown = is_by_bytes(cell for cells in sides.values() for cell in cells)
+    sizes = {name: list(map(_bytes, cells)) for name, cells in sides.items() if is_shown}
+    headers = ["cell", "baseline", *names, *sizes]
+    headers += ["items", "unpaired", "compacted", "difference"]
     headers += ["95 % CI", "more", "fewer", "p", "Holm"]
     lines = [
         [
             one.a.cell.name,
             one.b.cell.name,
             *(format_setting(one.a.cell, name) for name in names),
+            *(texts[number] for texts in sizes.values()),
             f"{len(one.pairs):,}",
             f"{one.num_unpaired:,}",
             f"{one.num_compacted:,}",
@@ -150,7 +161,7 @@ def many_cells(found: Sequence[CellComparison], *, width: int | None) -> str:
             _p_value(one.p_value),
             _p_value(one.p_holm),
         ]
-        for one in found
+        for number, one in enumerate(found)
     ]
     text = format_table(headers, lines, right=range(2 + len(names), len(headers)), width=width)
     cells = dict.fromkeys(side.cell for one in found for side in (one.a, one.b))
@@ -207,6 +218,10 @@ def format_progress(num_done: int, num_expected: int) -> str:
     """A number of samples, with how many are expected if some are missing."""
     is_complete = num_done == num_expected
     return f"{num_done:,}" if is_complete else f"{num_done:,} of {num_expected:,}"
+
+
+def _bytes(cell: PooledCell) -> str:
+    return format_bytes(cell.record.bytes_per_sequence or 0)
 
 
 def _names(row: Row) -> list[str]:

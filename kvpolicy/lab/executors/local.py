@@ -29,11 +29,12 @@ from kvpolicy.cli.prompts import Prompt
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.executors.parent import end_with_parent
-from kvpolicy.lab.models import ModelCache, ModelInfo
+from kvpolicy.lab.models import Lengths, ModelCache, ModelInfo
 from kvpolicy.lab.prompt_files.answering import Answered, Answering, Longest, answers
 from kvpolicy.lab.store.session import describe_machine, num_cpus
 from kvpolicy.lab.sweep.grid import Sweep
 from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, run_job
+from kvpolicy.plan.resolved import ResolvedPlan
 
 # On other systems a process cannot be forked safely once torch is loaded.
 CAN_FORK = sys.platform == "linux"
@@ -77,6 +78,10 @@ class LocalExecutor:
     def describe(self, name: str) -> tuple[ModelInfo, Any]:
         """Describe a model; see `ModelCache.describe`."""
         return self.models.describe(name)
+
+    def bytes_per_sequence(self, name: str, plan: ResolvedPlan, lengths: Lengths) -> int:
+        """What a plan allocates for a sequence; see `ModelCache.bytes_per_sequence`."""
+        return self.models.bytes_per_sequence(name, plan, lengths)
 
     def default_length(self, name: str) -> int:
         """The most tokens to generate by default; see `ModelCache.default_length`."""

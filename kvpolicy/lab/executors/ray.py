@@ -20,7 +20,7 @@ from kvpolicy.cli.prompts import Prompt
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.executors.ray_cluster import connect, start_cluster
 from kvpolicy.lab.executors.ray_worker import Worker, WorkerConfig
-from kvpolicy.lab.models import ModelCache, ModelInfo
+from kvpolicy.lab.models import Lengths, ModelCache, ModelInfo
 from kvpolicy.lab.prompt_files.answering import (
     Answered,
     Answering,
@@ -30,6 +30,7 @@ from kvpolicy.lab.prompt_files.answering import (
 )
 from kvpolicy.lab.sweep.grid import Sweep
 from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, JobProgress, SampleMeasured
+from kvpolicy.plan.resolved import ResolvedPlan
 
 Resources = Mapping[str, float]
 Work = Job | Shard
@@ -273,6 +274,10 @@ class RayExecutor:
     def describe(self, name: str) -> tuple[ModelInfo, Any]:
         """Let a worker load and describe a model; see `ModelCache.describe`."""
         return self._call("describe", name)
+
+    def bytes_per_sequence(self, name: str, plan: ResolvedPlan, lengths: Lengths) -> int:
+        """Let a worker count what a plan allocates; see `ModelCache.bytes_per_sequence`."""
+        return self._call("bytes_per_sequence", name, plan, lengths)
 
     def default_length(self, name: str) -> int:
         """Let a worker look up the most tokens to generate; see `ModelCache.default_length`."""

@@ -12,7 +12,7 @@ from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError, ModelError
 from kvpolicy.lab.executors.process_setup import ProcessSetup
-from kvpolicy.lab.models import LoadedModel, ModelCache, ModelInfo, describe_model
+from kvpolicy.lab.models import Lengths, LoadedModel, ModelCache, ModelInfo, describe_model
 from kvpolicy.lab.prompt_files.answering import (
     Answering,
     PromptAnswered,
@@ -84,6 +84,11 @@ class Worker:
         """Load a model and describe it; see `ModelCache.describe`."""
         with self._set_up():
             return self._models.describe(name)
+
+    def bytes_per_sequence(self, name: str, plan: ResolvedPlan, lengths: Lengths) -> int:
+        """Count what a plan allocates; see `ModelCache.bytes_per_sequence`."""
+        with self._set_up():
+            return self._models.bytes_per_sequence(name, plan, lengths)
 
     def default_length(self, name: str) -> int:
         """The most tokens to generate by default; see `ModelCache.default_length`."""

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from kvpolicy.lab.analysis.compare import facet_order
-from kvpolicy.lab.analysis.pooling import PooledCell, columns_of
+from kvpolicy.lab.analysis.pooling import PooledCell, columns_of, is_by_bytes
 from kvpolicy.lab.analysis.table import Row, break_down, tabulate
 from kvpolicy.lab.report.gather import GroupView
 from kvpolicy.lab.report.metrics import MEMORY, plain, quantities
@@ -23,6 +23,12 @@ _DOT = " \N{MIDDLE DOT} "
 _MAX_MESSAGES = 20  # of a cell
 _PER_SEED = ("n", "prompt_hash")  # settings that differ between pooled seeds
 _MAX_VALUES = 32  # a facet with more values identifies items rather than groups of them
+
+# What cells are charted against: their budget, or bytes if they were run for bytes.
+_SIZES = {
+    False: {"title": "budget, rows kept per layer and KV head", "kind": "rows"},
+    True: {"title": "KV bytes of a sequence", "kind": "bytes"},
+}
 
 Value = int | str
 # By plan of the cell and name of the facet: the first quantity for each value of the facet.
@@ -67,6 +73,7 @@ def group_content(
         "settings": _settings(view),
         "quantities": [one.to_dict() for one in quantities(group)],
         "memory": MEMORY,
+        "size": _SIZES[is_by_bytes(view.cells)],
         "facets": [
             {"name": name, "values": values, "of_items": name in facets.of_items}
             for name, values in facets.shown.items()
@@ -278,6 +285,7 @@ def _cell(view: GroupView, cell: PooledCell, label: str) -> dict[str, Any]:
         "label": label,
         "budget": plan.budget,
         "buffer": plan.buffer,
+        "size": plan.bytes_per_sequence if is_by_bytes(view.cells) else plan.budget,
         "knobs": plan.knobs,
         "plan": plan.plan,
         "layers": grouped_layers(plan.resolved),

@@ -110,6 +110,10 @@ class CellRecord:
         knobs: Values of the varied knobs, by ``policy.knob``.
         plan: Digest of the resolved plan.
         resolved: The resolved plan as plain data.
+        bytes_per_sequence: Bytes that the cache allocates for each sequence of the setting; for a
+            full cache those of the longest. ``None``: a run that did not count them.
+        byte_limits: Bytes for each sequence that the run was given and within which this is the
+            plan of its series with the largest budget; empty if it was given budgets.
     """
 
     cell: str
@@ -120,6 +124,8 @@ class CellRecord:
     knobs: dict[str, Any]
     plan: str
     resolved: dict[str, Any] = attrs.field(validator=_has_layers)
+    bytes_per_sequence: int | None = None
+    byte_limits: tuple[int, ...] = ()
 
 
 @attrs.frozen

@@ -24,6 +24,7 @@ from kvpolicy.lab.store.records import (
     sample_key,
     structure_record,
 )
+from kvpolicy.lab.sweep.sizes import Sizes, TooFewBytesError
 from kvpolicy.lab.sweep.sweep_file import Series, Variant
 from kvpolicy.lab.tasks.task import Example, Split, Task
 from kvpolicy.plan.plan import Plan
@@ -160,6 +161,9 @@ class Cell:
         digest: Digest of the resolved plan.
         setting: Id of the setting; empty if the cell is not part of a sweep.
         knobs: The values that the sweep sets in this plan, by ``POLICY.KNOB``.
+        bytes_per_sequence: Bytes that the cache allocates for each sequence; ``None``: not known.
+        byte_limits: Bytes for each sequence that the sweep was given and within which this is the
+            plan of its series; none if the sweep was given budgets.
     """
 
     series: str
@@ -169,6 +173,8 @@ class Cell:
     digest: str
     setting: str = ""
     knobs: Mapping[str, Any] = attrs.field(factory=dict)
+    bytes_per_sequence: int | None = None
+    byte_limits: tuple[int, ...] = ()
 
     @property
     def id(self) -> str:
@@ -186,6 +192,8 @@ class Cell:
             "knobs": dict(self.knobs),
             "plan": self.digest,
             "resolved": self.resolved.to_dict(),
+            "bytes_per_sequence": self.bytes_per_sequence,
+            "byte_limits": list(self.byte_limits),
         }
 
 
@@ -295,6 +303,7 @@ def build_cells(
     buffer: int | None,
     prefill_buffer: int | None = None,
     overrides: Sequence[str] = (),
+    sizes: Sizes | None = None,
 ) -> list[Cell]:
     """Resolve every series at every budget and variant.
 
@@ -309,20 +318,22 @@ def build_cells(
         prefill_buffer: That of prompts that enter, likewise.
         overrides: ``--set`` strings; ``POLICY.KNOB=VALUE`` applies to the plans that use the
             policy.
+        sizes: What plans allocate; needed by variants with bytes.
 
     Returns:
         The cells in order, each resolved plan once, without a setting.
 
     Raises:
-        KVPolicyError: A plan is invalid or does not fit the model, or an override or knob
-            applies to none of the plans.
+        KVPolicyError: A plan is invalid or does not fit the model or the bytes, or an override or
+            knob applies to none of the plans.
     """
     variants = [*map(Variant, budgets), *variants]
     _check_overrides(series, overrides)
     _check_knobs(series, variants, overrides)
-    sizes = {"buffer": buffer, "prefill_buffer": prefill_buffer}
-    given = {key: size for key, size in sizes.items() if size is not None}
+    buffers = {"buffer": buffer, "prefill_buffer": prefill_buffer}
+    given = {key: size for key, size in buffers.items() if size is not None}
     cells: dict[str, Cell] = {}
+    refused: list[TooFewBytesError] = []
     for one in series:
         mine = [override for override in overrides if _applies(override, one)]
         without_budget: list[Mapping[str, Any]] = []  # knobs with which the plan uses no budget
@@ -330,12 +341,36 @@ def build_cells(
             knobs = {key: v for key, v in variant.knobs.items() if _applies(key, one)}
             if knobs in without_budget:
                 continue
-            chosen = Variant(variant.budget, knobs)
-            cell = _build_cell(one, chosen, num_layers, attention, given, mine)
-            cells.setdefault(cell.digest, cell)
+            tried = attrs.evolve(variant, knobs=knobs)
+            try:
+                cell = _build_cell(one, tried, num_layers, attention, given, mine, sizes)
+            except TooFewBytesError as error:
+                refused.append(error)
+                continue
+            limits: tuple[Variant, ...] = (variant,)
             if not cell.resolved.uses_default_budget:
                 without_budget.append(knobs)
+                limits = tuple(variants)
+            known = cells.setdefault(cell.digest, cell)
+            cells[cell.digest] = attrs.evolve(known, byte_limits=_limits(known, limits, sizes))
+    if refused:  # the one that works for all
+        raise max(refused, key=lambda error: error.least)
     return list(cells.values())
+
+
+def sized(cell: Cell, sizes: Sizes) -> Cell:
+    """A cell with the bytes that its plan allocates for each sequence."""
+    return attrs.evolve(cell, bytes_per_sequence=sizes.bytes_of(cell.resolved))
+
+
+def _limits(cell: Cell, variants: Iterable[Variant], sizes: Sizes | None) -> tuple[int, ...]:
+    """Its limits, and those of the bytes of variants within which its plan is."""
+    given = [one.bytes for one in variants if one.bytes is not None]
+    if not given or sizes is None:
+        return cell.byte_limits
+    least = sizes.bytes_of(cell.resolved)
+    found = {*cell.byte_limits, *(one for one in given if one >= least)}
+    return tuple(sorted(found))
 
 
 def _build_cell(
@@ -345,19 +380,33 @@ def _build_cell(
     attention: Sequence[int] | None,
     given: Mapping[str, int],
     overrides: Sequence[str],
+    sizes: Sizes | None,
 ) -> Cell:
     name = f"plan '{series.label}'"
 
-    def resolve(given: Mapping[str, int], knobs: Mapping[str, Any]) -> ResolvedPlan:
+    def resolve(
+        given: Mapping[str, int], knobs: Mapping[str, Any], budget: int | None
+    ) -> ResolvedPlan:
         raw = read_tables({**given, **series.plan}, name)
         tried = [_override(key, value) for key, value in knobs.items()]
         plan = Plan.from_dict(raw, [*tried, *overrides], name=name, options={"budget": "--budgets"})
-        return plan.resolve(num_layers, default_budget=variant.budget, attention=attention)
+        return plan.resolve(num_layers, default_budget=budget, attention=attention)
 
-    resolved, knobs = resolve(given, variant.knobs), variant.knobs
+    knobs, budget = variant.knobs, variant.budget
+    if variant.bytes is not None:
+        assert sizes is not None
+        budget = sizes.lengths.longest
+    resolved = resolve(given, knobs, budget)
+    if variant.bytes is not None and resolved.uses_default_budget:
+        assert sizes is not None
+        label = ", ".join([series.label, *format_knobs(knobs)])
+        budget = sizes.largest_budget(
+            label, lambda tried: resolve(given, variant.knobs, tried), variant.bytes
+        )
+        resolved = resolve(given, knobs, budget)
     if not any(layer.bounded for layer in resolved.layers):  # it ignores its buffers
         knobs = {key: value for key, value in knobs.items() if key not in _BUFFERS}
-        resolved = resolve({}, knobs)
+        resolved = resolve({}, knobs, budget)
     compacting = resolved.compacting_layers()
     return Cell(
         series=", ".join([series.label, *format_knobs(knobs)]),

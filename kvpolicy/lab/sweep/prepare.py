@@ -1,6 +1,6 @@
 """From command-line options to a sweep that is ready to run: `load_sweep`, then `build_sweep`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,11 @@ import attrs
 from kvpolicy.engine.requests.request import Sampling
 from kvpolicy.entry_points import default_name, nearest
 from kvpolicy.errors import KVPolicyError, TaskError
-from kvpolicy.lab.models import ModelProvider
-from kvpolicy.lab.sweep.grid import Cell, EvalSetting, Sweep, build_cells, digest
+from kvpolicy.lab.models import Lengths, ModelProvider
+from kvpolicy.lab.sweep.grid import Cell, EvalSetting, Sweep, build_cells, digest, sized
+from kvpolicy.lab.sweep.sizes import Sizes
 from kvpolicy.lab.sweep.sweep_file import Series, SweepConfig, Variant, load_preset
-from kvpolicy.lab.tasks.chat_template import wrap
+from kvpolicy.lab.tasks.chat_template import encode, wrap
 from kvpolicy.lab.tasks.task import Example, Task, fitted, load_task, needs_tokenizer
 
 _NO_SWEEP = (
@@ -44,11 +45,18 @@ def load_sweep(
         KVPolicyError: The sweep or a plan cannot be read, or a required value is missing.
     """
     given = {key: value for key, value in changes.items() if value is not None}
+    if "budgets" in given and "bytes" in given:
+        msg = "--budgets and --bytes were given; bytes choose the budgets: leave one of them out."
+        raise KVPolicyError(msg)
+    if "budgets" in given:
+        given["bytes"] = ()
+    elif "bytes" in given:
+        given["budgets"] = ()
     series = load_series(
         preset,
         policies=policies,
         plans=plans,
-        budgets=given.get("budgets", ()),
+        budgets=given.get("budgets") or given.get("bytes", ()),
         buffer=given.get("buffer"),
         prefill_buffer=given.get("prefill_buffer"),
     )
@@ -151,25 +159,35 @@ def build_sweep(
     for point in config.points():
         names = (point.model, point.task, point.seed)
         variants.setdefault(names, []).append(point.variant)
-    settings: dict[str, EvalSetting] = {}
-    cells: dict[str, Cell] = {}
+    found: dict[_Names, tuple[EvalSetting, list[Cell]]] = {}
     # Settings that share the plans and the number of layers share the resolved plans.
     resolved: dict[str, list[Cell]] = {}
-    for names, setting in _settings(config, list(variants), models, execute_code).items():
-        setting = settings.setdefault(setting.id, setting)
-        model = setting.model
-        key = repr((model.num_layers, model.attention, variants[names]))
-        if key not in resolved:
-            resolved[key] = build_cells(
-                config.series,
-                num_layers=model.num_layers,
-                attention=model.attention,
-                variants=variants[names],
-                buffer=config.buffer,
-                prefill_buffer=config.prefill_buffer,
-                overrides=overrides,
-            )
-        for cell in resolved[key]:
+    for of_task, tokenizer in _settings(config, list(variants), models, execute_code):
+        alike = list(of_task.values())
+        sizes = Sizes(models, alike[0].model.name, _lengths(alike, tokenizer))
+        for names, setting in of_task.items():
+            # What fits into a number of bytes depends on the lengths of the task, too.
+            shared = names[:2] if config.bytes else None
+            model = setting.model
+            key = repr((model.num_layers, model.attention, variants[names], shared))
+            if key not in resolved:
+                resolved[key] = build_cells(
+                    config.series,
+                    num_layers=model.num_layers,
+                    attention=model.attention,
+                    variants=variants[names],
+                    buffer=config.buffer,
+                    prefill_buffer=config.prefill_buffer,
+                    overrides=overrides,
+                    sizes=sizes,
+                )
+            found[names] = setting, [sized(cell, sizes) for cell in resolved[key]]
+    settings: dict[str, EvalSetting] = {}
+    cells: dict[str, Cell] = {}
+    for names in variants:
+        setting, plans = found[names]
+        settings.setdefault(setting.id, setting)
+        for cell in plans:
             cell = attrs.evolve(cell, setting=setting.id)
             cells.setdefault(cell.id, cell)
     return Sweep(config.name, list(settings.values()), list(cells.values()))
@@ -204,7 +222,8 @@ def default_folder(sweep: Sweep) -> Path:
 
 def _settings(
     config: SweepConfig, names: Sequence[_Names], models: ModelProvider, execute_code: bool
-) -> dict[_Names, EvalSetting]:
+) -> Iterator[tuple[dict[_Names, EvalSetting], Any]]:
+    """The settings of each model and task, with the model's tokenizer, while it is loaded."""
     tasks = {name: _task(name, execute_code) for name in config.tasks}
     # Examples that are the same for all models are drawn before a model is loaded.
     drawn = {
@@ -212,15 +231,15 @@ def _settings(
         for task, seed in {one[1:] for one in names}
         if not needs_tokenizer(tasks[task])
     }
-    settings = {}
     # The first model is described last: it runs first, and is then still loaded.
     for model in reversed(dict.fromkeys(config.models)):
         info, tokenizer = models.describe(model)
+        settings: dict[str, dict[_Names, EvalSetting]] = {}
         for task, seed in [one[1:] for one in names if one[0] == model]:
             examples = drawn.get((task, seed)) or _draw(
                 config, fitted(tasks[task], tokenizer), task, seed
             )
-            settings[model, task, seed] = EvalSetting(
+            settings.setdefault(task, {})[model, task, seed] = EvalSetting(
                 model=info,
                 task=tasks[task],
                 examples=wrap(examples, tokenizer),
@@ -230,7 +249,21 @@ def _settings(
                 max_new_tokens=config.max_new_tokens,
                 slots=config.slots,
             )
-    return {one: settings[one] for one in names}
+        yield from ((of_task, tokenizer) for of_task in settings.values())
+
+
+def _lengths(settings: Sequence[EvalSetting], tokenizer: Any) -> Lengths:
+    """Those of settings that differ in their seed only, so that all seeds run the same plans."""
+    first = settings[0]
+    prompts = {
+        one if isinstance(one, str) else tuple(one)
+        for setting in settings
+        for one in encode(setting.examples, tokenizer)
+    }
+    longest_prompt = max(
+        len(tokenizer(one)["input_ids"] if isinstance(one, str) else one) for one in prompts
+    )
+    return Lengths(first.slots, longest_prompt + first.max_new_tokens, longest_prompt)
 
 
 def _task(name: str, execute_code: bool) -> Task:

@@ -14,6 +14,7 @@ import attrs
 import cattrs
 from attrs.validators import deep_iterable, ge, min_len, optional
 
+from kvpolicy.cli.options import parse_bytes
 from kvpolicy.entry_points import installed_file
 from kvpolicy.errors import KVPolicyError, PlanError
 from kvpolicy.files import read_toml
@@ -80,6 +81,12 @@ def _check_knobs(instance: object, attribute: object, knobs: Mapping[str, Sequen
             raise ValueError(msg)
 
 
+def _check_one_size(instance: "SweepConfig", attribute: object, value: object) -> None:
+    if value and instance.budgets:
+        msg = "it has both 'budgets' and 'bytes', which choose the budgets; remove one of them"
+        raise ValueError(msg)
+
+
 @attrs.frozen
 class SweepConfig:
     """The content of a sweep file, with the command line's changes.
@@ -91,12 +98,14 @@ class SweepConfig:
         max_new_tokens: Generation limit of a sample.
         slots: Samples decoded together.
         budgets: Budgets at which to run every series; needed by plans without one of their own.
+        bytes: Instead of budgets: bytes that the cache allocates for each sequence. Every series
+            runs with the largest budget that fits.
         buffer: Rows that may join before the next compaction; likewise.
         prefill_buffer: Rows that may while a prompt enters; likewise.
         series: The plans to compare; the first one is the baseline.
         seeds: Each selects examples and seeds the sampling of tokens.
-        knobs: Values to try, by the path that ``--set`` takes: ``POLICY.KNOB``, ``buffer`` or
-            ``prefill_buffer``.
+        knobs: Values to try, by the path that ``--set`` takes: ``POLICY.KNOB``, ``buffer``,
+            ``prefill_buffer`` or ``rows``, for which a file also has a key of its own.
         combine: ``"product"``: all combinations of models, tasks, seeds, budgets and knob
             values. ``"zip"``: the first of each list, then the second of each, and so on; a list
             with one entry is repeated.
@@ -114,6 +123,9 @@ class SweepConfig:
     max_new_tokens: int = attrs.field(default=1024, validator=ge(1))
     slots: int = attrs.field(default=8, validator=ge(1))
     budgets: tuple[int, ...] = attrs.field(default=(), validator=deep_iterable(ge(1)))
+    bytes: tuple[int, ...] = attrs.field(
+        default=(), validator=[deep_iterable(ge(1)), _check_one_size]
+    )
     buffer: int | None = attrs.field(default=None, validator=optional(ge(1)))
     prefill_buffer: int | None = attrs.field(default=None, validator=optional(ge(1)))
     seeds: tuple[int, ...] = attrs.field(default=(0,), validator=[min_len(1), deep_iterable(ge(0))])
@@ -132,15 +144,20 @@ class SweepConfig:
             PlanError: ``combine`` is ``"zip"`` and the lists differ in length.
         """
         axes: list[Sequence[Any]] = [self.models, self.tasks, self.seeds]
-        axes += [*self.knobs.values(), self.budgets or (None,)]
+        axes += [*self.knobs.values(), self.bytes or self.budgets or (None,)]
         rows = product(*axes) if self.combine == "product" else self._zip(axes)
+
+        def variant(values: Sequence[Any], size: int | None) -> Variant:
+            knobs = dict(zip(self.knobs, values, strict=True))
+            return Variant(None, knobs, size) if self.bytes else Variant(size, knobs)
+
         return [
-            Point(model, task, seed, Variant(budget, dict(zip(self.knobs, values, strict=True))))
-            for model, task, seed, *values, budget in rows
+            Point(model, task, seed, variant(values, size))
+            for model, task, seed, *values, size in rows
         ]
 
     def _zip(self, axes: Sequence[Sequence[Any]]) -> "zip[tuple[Any, ...]]":
-        names = ["models", "tasks", "seeds", *self.knobs, "budgets"]
+        names = ["models", "tasks", "seeds", *self.knobs, "bytes" if self.bytes else "budgets"]
         lengths = {name: len(axis) for name, axis in zip(names, axes, strict=True) if len(axis) > 1}
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{length} of {name}" for name, length in lengths.items())
@@ -160,10 +177,12 @@ class Variant:
     Attributes:
         budget: The budget of plans that have none of their own, if any needs one.
         knobs: Values by ``POLICY.KNOB``, or by the name of a top-level entry such as ``buffer``.
+        bytes: Instead of a budget: bytes for each sequence, within which it is the largest.
     """
 
     budget: int | None
     knobs: Mapping[str, Any] = attrs.field(factory=dict)
+    bytes: int | None = None
 
 
 @attrs.frozen
@@ -229,15 +248,25 @@ def _with_lists(data: Mapping[str, Any]) -> dict[str, Any]:
             listed[plural] = listed.pop(singular)
         if plural in listed:
             listed[plural] = _as_list(listed[plural])
+    if "bytes" in listed:
+        listed["bytes"] = [
+            parse_bytes("'bytes'", one) if isinstance(one, str) else one
+            for one in _as_list(listed["bytes"])
+        ]
     knobs = listed.get("knobs")
     if isinstance(knobs, dict):
         listed["knobs"] = dict(_flat_knobs(knobs))
+    if "rows" in listed:
+        if "rows" in listed.get("knobs", {}):
+            msg = "it has both 'rows' and a knob 'rows'; remove one of them"
+            raise ValueError(msg)
+        listed["knobs"] = {"rows": _as_list(listed.pop("rows")), **listed.get("knobs", {})}
     return listed
 
 
 def _flat_knobs(table: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
     for key, values in table.items():
-        if isinstance(values, dict):
+        if isinstance(values, dict) and key != "rows":
             yield from ((f"{key}.{knob}", _as_list(inner)) for knob, inner in values.items())
         else:
             yield key, _as_list(values)

@@ -35,7 +35,7 @@ def written(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_the_default_preset_compares_a_full_cache_and_four_policies_at_four_budgets() -> None:
+def test_the_default_preset_compares_full_caches_and_four_policies_at_four_budgets() -> None:
     name = default_name("sweep")
     assert name is not None
     preset = load_preset(name)
@@ -43,9 +43,10 @@ def test_the_default_preset_compares_a_full_cache_and_four_policies_at_four_budg
     assert preset.name == name
     assert preset.n >= 100
     assert len(preset.budgets) == 4
-    assert len(cells) == 1 + 4 * len(preset.budgets)
-    assert cells[0].budget is None, "the reference comes first"
-    assert all(cell.budget is not None for cell in cells[1:])
+    assert len(cells) == 2 + 4 * len(preset.budgets)
+    assert [cell.budget for cell in cells[:2]] == [None, None], "the references come first"
+    assert [cell.resolved.layers[0].rows.key_bits for cell in cells[:2]] == [0, 8]
+    assert all(cell.budget is not None for cell in cells[2:])
 
 
 @pytest.mark.slow

@@ -55,9 +55,12 @@ def choose_budgets(cells: Sequence[PooledCell], margin: float) -> list[Choice]:
             "of a run with one of each"
         )
         raise ResultsError(msg)
-    full = [cell for cell in cells if cell.budget is None]
+    full = [cell for cell in cells if cell.budget is None and not _has_integers(cell)]
     if len(full) != 1:
-        msg = f"the sweep has {len(full)} plans without a budget; one is needed, the full cache"
+        msg = (
+            f"the sweep has {len(full)} plans without a budget in the model's precision; one is "
+            "needed, the full cache"
+        )
         raise ResultsError(msg)
     series: dict[str, list[PooledCell]] = {}
     for cell in cells:
@@ -71,6 +74,11 @@ def choose_budgets(cells: Sequence[PooledCell], margin: float) -> list[Choice]:
         _choose([compare_cells(cell, full[0], column) for cell in of_series], margin)
         for of_series in series.values()
     ]
+
+
+def _has_integers(cell: PooledCell) -> bool:
+    """Whether some of its layers store rows in integers."""
+    return any("rows" in layer for layer in cell.record.resolved["layers"])
 
 
 def _choose(compared: Sequence[CellComparison], margin: float) -> Choice:
@@ -106,5 +114,5 @@ def _plan_of(cell: PooledCell) -> Series:
             "number of layers cannot have; give its plan with --plan, without --at-accuracy"
         )
         raise ResultsError(msg)
-    plan = {name: first[name] for name in ("stack", "budget", "buffer")}
+    plan = {name: first[name] for name in ("stack", "budget", "buffer", "rows") if name in first}
     return Series(cell.name, plan)

@@ -1,10 +1,10 @@
-// Charts of quantities against the budget, and the frontier of quality and memory.
+// Charts of quantities against the budget or the bytes of a sequence, and the frontier of quality and memory.
 
 import { button, fill, h, visible } from "./dom.js";
 import { chart } from "./chart.js";
 import { estimate, format, number } from "./figures.js";
 import { classOf, glyph } from "./marks.js";
-import { budgetAxis, logTicks, ticks, valueAxis } from "./scales.js";
+import { logTicks, sizeAxis, ticks, valueAxis } from "./scales.js";
 import { table } from "./table.js";
 
 /** All charts of a group, with a legend whose buttons hide series. */
@@ -14,7 +14,7 @@ export function curves(group, onpick) {
   const draw = () => {
     const cells = group.cells.filter((cell) => !hidden.has(cell.series));
     const charted = group.quantities.filter((quantity) => quantity.charted);
-    const panels = charted.map((quantity) => budgetPanel(group, cells, quantity, onpick));
+    const panels = charted.map((quantity) => sizePanel(group, cells, quantity, onpick));
     fill(charts, panels, frontierPanel(group, cells, onpick));
   };
   draw();
@@ -46,16 +46,17 @@ function panel(name, heading, note, picture, rows) {
   return h("figure", { class: "panel", "data-chart": name }, caption, picture, more);
 }
 
-function budgetPanel(group, cells, quantity, onpick) {
+function sizePanel(group, cells, quantity, onpick) {
   const measured = cells.filter((cell) => cell.estimates[quantity.name]);
-  const points = measured.filter((cell) => cell.budget !== null).map((cell) => point(group, cell, quantity));
+  const points = measured.filter((cell) => cell.size !== null).map((cell) => point(group, cell, quantity));
   points.sort((a, b) => a.series - b.series || a.x - b.x);
-  const bands = measured.filter((cell) => cell.budget === null).map((cell) => point(group, cell, quantity));
-  const budgets = [...new Set(points.map((one) => one.x))].sort((a, b) => a - b);
+  const bands = measured.filter((cell) => cell.size === null).map((cell) => point(group, cell, quantity));
+  const sizes = [...new Set(points.map((one) => one.x))].sort((a, b) => a - b);
+  const { title, kind } = group.size;
   const spec = {
     name: quantity.name,
     title: quantity.heading,
-    x: { title: "budget, rows kept per layer and KV head", ticks: budgets.map((b) => [b, format({}, b)]), ...budgetAxis(budgets) },
+    x: { title, ticks: sizes.map((size) => [size, format({ kind }, size)]), ...sizeAxis(sizes) },
     y: measureAxis(quantity, [...points, ...bands]),
     points,
     bands,
@@ -72,7 +73,7 @@ function point(group, cell, quantity) {
   const lines = [`${quantity.title}: ${estimate(quantity, cell.estimates[quantity.name])}`, `n = ${cell.row.n}`];
   const { compacted, num_compacted } = cell.row;
   if (quantity === group.quantities[0] && num_compacted) lines.push(`cache compacted: ${estimate(quantity, compacted)}, n = ${number(num_compacted)}`);
-  return { series: cell.series, look: classOf(cell), mark: cell.look, label: cell.label, x: cell.budget, y, low, high, lines, cell: cell.number };
+  return { series: cell.series, look: classOf(cell), mark: cell.look, label: cell.label, x: cell.size, y, low, high, lines, cell: cell.number };
 }
 
 function measureAxis(quantity, points) {

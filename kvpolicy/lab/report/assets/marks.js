@@ -27,10 +27,10 @@ export function marker(look, x = 0, y = 0) {
   return svg("path", { class: "marker", d: SHAPES[look.marker], transform: `translate(${x},${y})` });
 }
 
-/** A sample of the line of a cell, for legends; a reference without a budget has no marker. */
+/** A sample of the line of a cell, for legends; a reference, which has no place on the axis, has no marker. */
 export function glyph(cell) {
   const { look } = cell;
   const box = { class: `glyph ${classOf(cell)}`, viewBox: "-19 -7 38 14", width: 38, height: 14, "aria-hidden": "true" };
   const line = svg("line", { class: "line", x1: -18, x2: 18, y1: 0, y2: 0, "stroke-dasharray": dashes(look) });
-  return svg("svg", box, line, cell.budget === null ? null : marker(look));
+  return svg("svg", box, line, cell.size === null ? null : marker(look));
 }

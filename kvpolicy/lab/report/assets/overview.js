@@ -38,6 +38,7 @@ export function results(group, onpick) {
   const columns = [
     { title: "series", value: (cell) => cell.seriesLabel, head: true, node: (cell) => named(cell, onpick) },
     { title: "budget", value: (cell) => cell.budget ?? Infinity, text: (cell) => (cell.budget === null ? "all" : number(cell.budget)), right: true },
+    ...(group.size.kind === "bytes" ? [{ title: "bytes/seq", value: (cell) => cell.size, text: (cell) => format(group.size, cell.size), right: true }] : []),
     { title: "buffer", value: (cell) => cell.buffer, text: (cell) => number(cell.buffer), right: true },
     measured[0],
     { title: "compacted (n)", value: (cell) => cell.row.compacted?.[0] ?? null, node: (cell) => compacted(first, cell.row), right: true },

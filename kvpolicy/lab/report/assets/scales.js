@@ -17,9 +17,9 @@ export function ticks(high, count = 6, binary = false) {
   return found;
 }
 
-/** Where a budget axis begins and ends, and whether it is one of ratios, as in the plots. */
-export function budgetAxis(budgets) {
-  const [low, high] = budgets.length ? [Math.min(...budgets), Math.max(...budgets)] : [0, 1];
+/** Where an axis of budgets or bytes begins and ends, and whether it is one of ratios, as in the plots. */
+export function sizeAxis(sizes) {
+  const [low, high] = sizes.length ? [Math.min(...sizes), Math.max(...sizes)] : [0, 1];
   if (low > 0 && high > 6 * low) return { low: low / 1.12, high: high * 1.12, log: true };
   const margin = 0.06 * (high - low) || 0.5;
   return { low: low - margin, high: high + margin, log: false };
