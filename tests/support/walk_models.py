@@ -254,7 +254,8 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
     if options.write:
         page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(page_with(page, rows.values()), encoding="utf-8")
+        missing = set(classes().values()) - {row["type"] for row in rows.values()}
+        PAGE.write_text(page_with(page, rows.values(), missing), encoding="utf-8")
     counts: dict[str, int] = defaultdict(int)
     for row in rows.values():
         counts[row["verdict"]] += 1
@@ -267,14 +268,14 @@ def main() -> None:
 _BEGIN, _END = "<!-- written by tests/support/walk_models.py -->", "<!-- end -->"
 
 
-def page_with(page: str, rows: Iterable[Row]) -> str:
-    """The page with the tables of some rows."""
+def page_with(page: str, rows: Iterable[Row], missing: Iterable[str] = ()) -> str:
+    """The page with the tables of some rows, and the types of models that have none."""
     before, _, rest = page.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    return f"{before}{_BEGIN}\n\n{tables(rows)}\n\n{_END}{after}"
+    return f"{before}{_BEGIN}\n\n{tables(rows, missing)}\n\n{_END}{after}"
 
 
-def tables(rows: Iterable[Row]) -> str:
+def tables(rows: Iterable[Row], missing: Iterable[str]) -> str:
     """What came of each class, by what came of it."""
     groups: dict[str, dict[str, set[str]]] = {"equal": {}, "refused": {}, "unbuilt": {}}
     for row in rows:
@@ -296,6 +297,8 @@ def tables(rows: Iterable[Row]) -> str:
             for reason, kinds in sorted(groups[name].items(), key=lambda one: (-len(one[1]), one))
         ]
         parts.append("\n".join([f"| {heading} | types |", "|---|---|", *lines]))
+    if missing:
+        parts.append(f"Not walked yet: {', '.join(f'`{kind}`' for kind in sorted(missing))}.")
     return "\n\n".join(parts)
 
 

@@ -1,0 +1,75 @@
+"""The script that walks every class of transformers: what it reports, and what it writes."""
+
+from typing import Any
+
+import pytest
+import walk_models
+from walk_models import page_with, walk
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [
+        ("LlamaForCausalLM", "equal"),
+        ("GPT2LMHeadModel", "refused"),
+        ("Blip2ForConditionalGeneration", "unbuilt"),
+    ],
+)
+def test_a_class_has_its_verdict(name: str, verdict: str) -> None:
+    assert walk(name)["verdict"] == verdict
+
+
+@pytest.mark.slow
+def test_another_token_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = walk_models._answers
+
+    def shifted(*given: Any) -> list[Any]:
+        return [([token + 1 for token in tokens], logprobs) for tokens, logprobs in answers(*given)]
+
+    monkeypatch.setattr(walk_models, "_answers", shifted)
+    assert walk("LlamaForCausalLM")["verdict"] == "WRONG"
+
+
+@pytest.mark.slow
+def test_another_probability_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = walk_models._answers
+
+    def shifted(*given: Any) -> list[Any]:
+        return [(tokens, [one - 0.1 for one in some]) for tokens, some in answers(*given)]
+
+    monkeypatch.setattr(walk_models, "_answers", shifted)
+    assert walk("LlamaForCausalLM")["verdict"] == "WRONG"
+
+
+@pytest.mark.slow
+def test_an_exception_of_ours_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(walk_models, "Engine", fails)
+    row = walk("LlamaForCausalLM")
+    assert row["verdict"] == "traceback"
+    assert "a defect" in row["why"]
+
+
+ROWS = [
+    {"class": "A", "type": "a", "verdict": "equal", "path": "static"},
+    {"class": "B", "type": "b", "verdict": "refused", "why": "model B cannot be run: it is odd"},
+    {"class": "C", "type": "c", "verdict": "refused", "why": "model C cannot be run: it is odd"},
+]
+
+
+def test_tables_take_the_place_of_those_before() -> None:
+    page = f"before\n{walk_models._BEGIN}\nold\n{walk_models._END}\nafter\n"
+    once = page_with(page, ROWS)
+    assert "| it is odd | `b`, `c` |" in once
+    assert "| static | `a` |" in once
+    assert "old" not in once
+    assert (once.startswith("before\n"), once.endswith("\nafter\n")) == (True, True)
+    assert page_with(once, ROWS) == once
+
+
+def test_a_defect_is_no_part_of_a_page() -> None:
+    with pytest.raises(KeyError):
+        page_with("", [{"class": "A", "type": "a", "verdict": "WRONG", "why": "of a token"}])
