@@ -620,7 +620,8 @@ ON_RAY = {
 # What the tokens of a real model depend on.
 OF_REAL_MODELS = (
     *(*ENGINE, "kvpolicy/cli", "kvpolicy/model", "kvpolicy/plan", "kvpolicy/toolkit"),
-    *("baselines", "skipkv_plugin", "plugins/kvpolicy_models", "tests/real"),
+    *("baselines", "skipkv_plugin", "plugins/kvpolicy_models", "plugins/kvpolicy_reasoner"),
+    "tests/real",
     *("pyproject.toml", "constraints.txt"),
 )
 OF_KVPRESS = (

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.errors import SteeringError, shown
+from kvpolicy.toolkit.paragraphs import PARAGRAPH
 from kvpolicy.toolkit.tensor_files import TensorFiles
 
 GROUP = "kvpolicy.vectors"
@@ -56,6 +57,7 @@ class Calibration:
         num_thoughts: Number of thoughts of each kind.
         rules: Name of the rules that classified the thoughts.
         rules_digest: Hash of these rules.
+        delimiter: Text inside the tokens at which thoughts began, where a policy is to steer.
         sign: Which mean was subtracted from which.
         version: Version of kvpolicy.
     """
@@ -70,6 +72,7 @@ class Calibration:
     num_thoughts: Mapping[str, int] = attrs.field(factory=dict)
     rules: str = ""
     rules_digest: str = ""
+    delimiter: str = PARAGRAPH
     sign: str = SIGN
     version: str = ""
 

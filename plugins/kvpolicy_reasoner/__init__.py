@@ -1,4 +1,4 @@
-"""The bundled reasoners: two small reasoning models with tasks, vectors, plans and presets."""
+"""The bundled reasoners: two small models, an adapter, their tasks, vectors, plans and presets."""
 
 from pathlib import Path
 
@@ -11,15 +11,14 @@ DEFAULT_PLAN = "reasoner-mix"  # under which the default model is served
 DEFAULT_TASK = REASONER
 DEFAULT_SWEEP = "baselines"
 
-BUNDLED = (REASONER, REASONER_VERBOSE)
-# With problems, a task and a training recipe; not all have weights here.
-REASONERS = (*BUNDLED, SMOLLM2_REASONER)
+# Each with problems, a task, a training recipe, and weights: the last as an adapter of SmolLM2.
+REASONERS = (REASONER, REASONER_VERBOSE, SMOLLM2_REASONER)
 
 
 def bundled_path(name: str = REASONER) -> Path:
-    """Return the Hugging Face folder of a trained reasoner.
+    """Return the Hugging Face folder of a trained reasoner, or that of its adapter.
 
     Args:
-        name: One of `BUNDLED`.
+        name: One of `REASONERS`.
     """
     return Path(__file__).parent / "weights" / name

@@ -22,7 +22,7 @@ from kvpolicy.cli.options import Json, examples
 from kvpolicy.cli.output import info, print_exact, print_json, print_lines, print_text
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError
-from kvpolicy_reasoner import BUNDLED, REASONER, REASONERS, bundled_path
+from kvpolicy_reasoner import REASONER, REASONERS, bundled_path
 
 if TYPE_CHECKING:
     from kvpolicy_reasoner.evaluate import Attempt, Score
@@ -189,12 +189,6 @@ def _attempts(name: str, problems: "Sequence[Problem]", folder: Path | None) -> 
     from kvpolicy_reasoner.model import load_reasoner
     from kvpolicy_reasoner.problems import problems_of
 
-    if folder is None and name not in BUNDLED:
-        msg = (
-            f"no weights of '{name}' come with kvpolicy; train them by `kvpolicy reasoner train "
-            f"--name {name} --output FOLDER`, and give --model FOLDER/model"
-        )
-        raise KVPolicyError(msg)
     model, tokenizer = load_reasoner(bundled_path(name) if folder is None else folder)
     report = _count(len(problems)) if sys.stderr.isatty() else None
     limit = problems_of(name).max_new_tokens

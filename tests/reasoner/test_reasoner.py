@@ -3,14 +3,15 @@
 import json
 
 import pytest
-from kvpolicy_reasoner import BUNDLED
+from kvpolicy_reasoner import REASONERS
+from reasoners import WHOLE
 from shell import Shell
 
 from kvpolicy.lab.statistics import wilson
 from kvpolicy.lab.tasks.task import load_task
 
 
-@pytest.mark.parametrize("name", BUNDLED)
+@pytest.mark.parametrize("name", REASONERS)
 def test_sample_prints_the_problems_of_the_named_task(kvpolicy: Shell, name: str) -> None:
     answer = kvpolicy("reasoner", "sample", "--name", name, "--n", 2, "--json")
     assert answer.status == 0, answer.err
@@ -26,7 +27,7 @@ def test_sample_defaults_to_the_first_reasoner(kvpolicy: Shell) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", BUNDLED)
+@pytest.mark.parametrize("name", WHOLE)
 def test_evaluate_uses_the_named_weights(kvpolicy: Shell, name: str) -> None:
     answer = kvpolicy("reasoner", "evaluate", "--name", name, "--n", 4, "--json")
     assert answer.status == 0, answer.err

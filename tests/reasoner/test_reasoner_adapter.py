@@ -1,11 +1,12 @@
 """The adapter of SmolLM2: its problems as a chat, and its training, here of a tiny model."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from kvpolicy_reasoner import SMOLLM2_REASONER
+from kvpolicy_reasoner import SMOLLM2_REASONER, bundled_path
 from kvpolicy_reasoner.chat import CHAT_TEMPLATE
 from kvpolicy_reasoner.problems import problems_of
 from kvpolicy_reasoner.tokenizer import EOS
@@ -14,8 +15,9 @@ from kvpolicy_reasoner.train.data import DataPlan, examples_of_step
 from kvpolicy_reasoner.train.loss_weights import AFTER_NEWLINES_WEIGHT
 from kvpolicy_reasoner.train.train import CHECKPOINT, train
 from safetensors.torch import load_file
-from shell import Shell
+from shell import Shell, refusal
 from tiny import bpe_tokenizer, tiny_model
+from transformers import AutoTokenizer
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.tasks.task import load_task
@@ -158,6 +160,51 @@ def test_training_without_peft_raises(
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_that_are_not_bundled_are_asked_for(kvpolicy: Shell) -> None:
-    answer = kvpolicy("reasoner", "evaluate", "--name", SMOLLM2_REASONER, "--n", 1)
-    assert (answer.status, len(answer.err.splitlines())) == (2, 1)
+COMMANDS = [
+    ("reasoner", "evaluate", "--name", SMOLLM2_REASONER, "--n", 1),
+    ("reasoner", "sample", "--name", SMOLLM2_REASONER, "--generate"),
+    ("run", "hi", "--model", SMOLLM2_REASONER, "--policy", "full"),
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=["evaluate", "sample", "run"])
+def test_adapter_without_its_model_is_refused_with_the_command(
+    words: Sequence[str], kvpolicy: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPOLICY_CACHE", str(tmp_path))
+    assert "kvpolicy models install smollm2" in refusal(kvpolicy(*words))
+
+
+def test_bundled_adapter_has_the_shapes_that_the_recipe_trains() -> None:
+    """SmolLM2's, so that it can be added to it; `tests/real` loads it."""
+    config = json.loads((bundled_path(SMOLLM2_REASONER) / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["r"], config["lora_alpha"]) == (BASE, 32, 64)
+    factors = load_file(bundled_path(SMOLLM2_REASONER) / "adapter_model.safetensors")
+    hidden, kv, inner = 576, 192, 1536
+    of_attention = {"q": (hidden, hidden), "k": (hidden, kv), "v": (hidden, kv)}
+    sizes = {f"self_attn.{name}_proj": size for name, size in of_attention.items()}
+    sizes |= {"self_attn.o_proj": (hidden, hidden), "mlp.down_proj": (inner, hidden)}
+    sizes |= dict.fromkeys(["mlp.gate_proj", "mlp.up_proj"], (hidden, inner))
+    expected = {}
+    for layer in range(10, 30):
+        for module, (columns, rows) in sizes.items():
+            key = f"base_model.model.model.layers.{layer}.{module}.lora_"
+            expected |= {f"{key}A.weight": (32, columns), f"{key}B.weight": (rows, 32)}
+    assert {name: tuple(value.shape) for name, value in factors.items()} == expected
+    for value in factors.values():
+        assert value.dtype == torch.bfloat16
+        assert value.isfinite().all()
+        assert value.any()  # an untrained B is zero
+
+
+def test_bundled_tokenizer_writes_the_prompts_of_the_task() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bundled_path(SMOLLM2_REASONER))
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", PAD)
+    assert tokenizer.padding_side == "left"
+    for problem in problems_of(SMOLLM2_REASONER).draw(5, seed=0):
+        question = problem.prompt.removeprefix("<|im_start|>user\n").partition("<|im_end|>")[0]
+        talk = [{"role": "user", "content": question}]
+        options = {"tokenize": False, "add_generation_prompt": True}
+        assert tokenizer.apply_chat_template(talk, **options) == problem.prompt
+        text = problem.prompt + problem.trace
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvpolicy_reasoner import BUNDLED, bundled_path
+from kvpolicy_reasoner import bundled_path
 from kvpolicy_reasoner.evaluate import attempt, score
 from kvpolicy_reasoner.model import load_reasoner, new_model
 from kvpolicy_reasoner.task import make_problems
 from kvpolicy_reasoner.tokenizer import NEWLINES, build_tokenizer
 from kvpolicy_reasoner.train.recipes import recipe_of
+from reasoners import WHOLE
 from slow_share import share_of
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -58,7 +59,7 @@ def test_initial_weights_depend_only_on_the_seed():
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-@pytest.mark.parametrize("name", BUNDLED)
+@pytest.mark.parametrize("name", WHOLE)
 def test_generation_configs_leave_the_length_to_the_caller(name):
     """A length there takes precedence over the ``max_length`` of an evaluation harness."""
     for model in (load_reasoner(bundled_path(name))[0], recipe_of(name).new_model(0)):

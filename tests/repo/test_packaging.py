@@ -138,6 +138,10 @@ DATA_FILES = [
         for folder in ("weights/reasoner", "weights/reasoner-verbose")
         for file in ("config.json", "model.safetensors", "tokenizer.json")
     ),
+    *(
+        (REASONERS, f"weights/smollm2-reasoner/{file}")
+        for file in ("adapter_config.json", "adapter_model.safetensors", "tokenizer.json")
+    ),
 ]
 
 

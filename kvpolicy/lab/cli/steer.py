@@ -77,6 +77,12 @@ def calibrate(
             help="Rules that classify thoughts. [default: the task's, or published]",
         ),
     ] = None,
+    delimiter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Text in the tokens that end a paragraph. [default: a blank line]"
+        ),
+    ] = None,
     max_right: Annotated[int, typer.Option(min=0, help="Maximum number of correct traces.")] = 500,
     max_wrong: Annotated[int, typer.Option(min=0, help="Maximum number of wrong traces.")] = 500,
     max_new_tokens: Annotated[
@@ -99,10 +105,11 @@ def calibrate(
     if task is None:
         msg = "no installed package sets a default task; give --task NAME"
         raise KVPolicyError(msg)
-    from kvpolicy.lab.steer.calibrate import CalibrationSource, choose_layers
+    from kvpolicy.lab.steer.calibrate import CalibrationSource, choose_layers, pick
     from kvpolicy.lab.steer.thoughts import default_rules, load_rules
     from kvpolicy.lab.tasks.task import load_task
     from kvpolicy.model.loading import load_model
+    from kvpolicy.toolkit.paragraphs import PARAGRAPH
     from kvpolicy.toolkit.steering_vectors import save_steering_vectors
 
     chosen_task, chosen_rules = load_task(task), load_rules(rules or default_rules(task))
@@ -117,7 +124,8 @@ def calibrate(
     max_tokens = max_new_tokens or getattr(loaded.generation_config, "max_new_tokens", None)
     try:
         traces = _solve(source, max_new_tokens=max_tokens or _MAX_NEW_TOKENS, slots=slots)
-        vectors = _compare(source, traces, chosen_rules, chosen, max_right, max_wrong)
+        used = pick(traces, max_correct=max_right, max_incorrect=max_wrong)
+        vectors = _compare(source, used, chosen_rules, delimiter or PARAGRAPH, chosen)
     except KeyboardInterrupt:
         msg = "interrupted; no vectors were written. The same command starts over."
         raise Interrupted(msg) from None
@@ -160,19 +168,17 @@ def _solve(source: "CalibrationSource", *, max_new_tokens: int, slots: int) -> "
 
 def _compare(
     source: "CalibrationSource",
-    traces: "Sequence[Trace]",
+    used: "Sequence[Trace]",
     rules: "ThoughtRules",
+    delimiter: str,
     layers: Sequence[int],
-    max_right: int,
-    max_wrong: int,
 ) -> "list[SteeringVector]":
     from kvpolicy.cli.output import Progress
-    from kvpolicy.lab.steer.calibrate import contrast_layers, describe, mark, pick
+    from kvpolicy.lab.steer.calibrate import contrast_layers, describe, mark
     from kvpolicy.lab.steer.thoughts import EXECUTION
 
-    used = pick(traces, max_correct=max_right, max_incorrect=max_wrong)
-    marked = mark(used, source.tokenizer, rules)
-    calibration = describe(source, used, marked, rules)
+    marked = mark(used, source.tokenizer, rules, delimiter)
+    calibration = describe(source, used, marked, rules, delimiter)
     counts = calibration.num_thoughts
     fewest = min(counts[EXECUTION], sum(counts.values()) - counts[EXECUTION])
     if fewest < _MIN_THOUGHTS:
@@ -207,6 +213,7 @@ def _show(
         ["traces", f"{calibration.num_right} correct, {calibration.num_wrong} wrong"],
         ["thoughts", thoughts],
         ["rules", f"{calibration.rules} {calibration.rules_digest}".strip()],
+        ["delimiter", repr(calibration.delimiter)],
         ["vector", f"{calibration.sign}, {len(vectors[0].vector)} numbers"],
         ["made by", f"kvpolicy {calibration.version}".strip()],
     ]

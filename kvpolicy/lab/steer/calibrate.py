@@ -25,7 +25,7 @@ from kvpolicy.lab.steer.thoughts import EXECUTION, ThoughtRules, find_thoughts
 from kvpolicy.lab.tasks import chat_template as chat
 from kvpolicy.lab.tasks.task import GradeError, Split, Task, fitted, grader_of
 from kvpolicy.plan.plan import Plan
-from kvpolicy.toolkit.paragraphs import Paragraphs
+from kvpolicy.toolkit.paragraphs import PARAGRAPH, Paragraphs
 from kvpolicy.toolkit.steering_vectors import Calibration, SteeringVector
 
 SPLIT: Split = "train"  # vectors are evaluated on other problems
@@ -114,13 +114,21 @@ def pick(traces: Sequence[Trace], *, max_correct: int, max_incorrect: int) -> li
     return sorted([*correct, *incorrect], key=lambda trace: trace.item)
 
 
-def mark(traces: Sequence[Trace], tokenizer: Any, rules: ThoughtRules) -> list[MarkedTrace]:
+def mark(
+    traces: Sequence[Trace], tokenizer: Any, rules: ThoughtRules, delimiter: str = PARAGRAPH
+) -> list[MarkedTrace]:
     """Find the thoughts of traces; traces without any are left out.
+
+    Args:
+        traces: The traces.
+        tokenizer: The tokenizer.
+        rules: Kinds of thoughts.
+        delimiter: Text inside the tokens that end a paragraph.
 
     Raises:
         KVPolicyError: One side has no thought, so nothing can be compared.
     """
-    paragraphs = _paragraphs(tokenizer)
+    paragraphs = _paragraphs(tokenizer, delimiter)
     marked = [
         MarkedTrace(
             trace.token_ids,
@@ -130,6 +138,13 @@ def mark(traces: Sequence[Trace], tokenizer: Any, rules: ThoughtRules) -> list[M
     ]
     counts = count_thoughts(marked)
     num_others = sum(counts.values()) - counts[EXECUTION]
+    if traces and not any(trace.thoughts for trace in marked):
+        msg = (
+            f"{len(traces)} traces have no thoughts: no token in them contains {delimiter!r}, or "
+            f"the rules '{rules.name}' compare none; a tokenizer that ends paragraphs by several "
+            "tokens needs the text of one of them as --delimiter"
+        )
+        raise KVPolicyError(msg)
     if not counts[EXECUTION] or not num_others:
         msg = (
             f"{len(traces)} traces have {counts[EXECUTION]} execution and {num_others} "
@@ -150,6 +165,7 @@ def describe(
     traces: Sequence[Trace],
     marked: Sequence[MarkedTrace],
     rules: ThoughtRules,
+    delimiter: str = PARAGRAPH,
 ) -> Calibration:
     """Record the origin of the vectors."""
     num_right = sum(trace.is_correct for trace in traces)
@@ -164,6 +180,7 @@ def describe(
         num_thoughts=dict(sorted(count_thoughts(marked).items())),
         rules=rules.name,
         rules_digest=rules.digest(),
+        delimiter=delimiter,
         version=kvpolicy.__version__,
     )
 
@@ -231,13 +248,13 @@ def choose_layers(text: str, num_layers: int) -> list[int]:
     return sorted({int(word) for word in found})
 
 
-def _paragraphs(tokenizer: Any) -> Paragraphs:
+def _paragraphs(tokenizer: Any, delimiter: str) -> Paragraphs:
     """Paragraphs of the thinking part, or of the whole text if the tokenizer has no tags."""
     try:
-        return Paragraphs.of(tokenizer)
+        return Paragraphs.of(tokenizer, delimiter=delimiter)
     except KVPolicyError:
         # Without tags, SEAL's code treats the whole text as thinking.
-        return Paragraphs.of(tokenizer, think=None)
+        return Paragraphs.of(tokenizer, delimiter=delimiter, think=None)
 
 
 @attrs.define(eq=False)

@@ -115,10 +115,10 @@ _RECIPES = {
         new_model=new_adapter,
         export=export_adapter,
         peak_lr=1e-3,
-        tokens=2_000_000,
+        tokens=1_400_000,
         min_tokens_per_step=1536,
         tokens_per_step=1536,
-        evaluate_every_steps=651,
+        evaluate_every_steps=300,
         check=check_adapter,
     ),
 }

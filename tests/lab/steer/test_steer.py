@@ -164,6 +164,17 @@ def test_thoughts_are_between_the_delimiters_of_the_thinking(
     assert thoughts_of(bpe_tokenizer(), prompt, trace, think) == expected
 
 
+def test_calibration_says_when_no_token_ends_a_paragraph() -> None:
+    tokenizer = bpe_tokenizer()
+    ids = tokenizer("<think>")["input_ids"] + tokenizer("so.\nWait no.\nso.\n")["input_ids"]
+    trace = Trace(0, 1, tuple(ids), is_correct=True)
+    rules = load_rules("published")
+    with pytest.raises(KVPolicyError, match="--delimiter"):
+        mark([trace], tokenizer, rules)
+    (marked,) = mark([trace], tokenizer, rules, "\n")
+    assert [one.text for one in marked.thoughts] == ["Wait no.", "so."]
+
+
 def test_the_thoughts_of_a_reference_trace_are_its_sentences() -> None:
     _, tokenizer = load_model("reasoner")
     for problem in make_problems(20, seed=4, split="train"):

@@ -1,0 +1,5 @@
+"""Fixtures that run commands."""
+
+from commands import kvpolicy
+
+__all__ = ["kvpolicy"]
