@@ -15,11 +15,9 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from kvpolicy import Engine, Plan
-from kvpolicy.engine.engine import Run
+from kvpolicy import Engine, Plan, Run, packed_model
 from kvpolicy.lab.bench.contenders.engine import filled_run
 from kvpolicy.lab.bench.workload import Decode
-from kvpolicy.model.packed import packed_model
 
 FORMS = {
     "plain": "model",

@@ -9,7 +9,7 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.sweep.grid import build_cells
 from kvpolicy.lab.sweep.prepare import load_series
 from kvpolicy.lab.sweep.sweep_file import GROUP, load_preset
-from kvpolicy.lab.tasks.task import load_task
+from kvpolicy.lab.tasks.task import load_task, needs_tokenizer
 
 pytestmark = pytest.mark.needs_reasoner
 
@@ -57,7 +57,9 @@ def test_an_installed_preset_fits_the_bundled_reasoners(name: str) -> None:
     cells = build_cells(preset.series, num_layers=4, budgets=preset.budgets, buffer=preset.buffer)
     assert preset.split == ("tune" if name.endswith("tune") else "test")
     assert {cell.series for cell in cells} == {series.label for series in preset.series}
-    assert load_task(preset.tasks[0]).examples(1, seed=preset.seeds[0], split=preset.split)
+    task = load_task(preset.tasks[0])
+    if not needs_tokenizer(task):  # the others are drawn where their models are, see tests/real
+        assert task.examples(1, seed=preset.seeds[0], split=preset.split)
 
 
 def test_a_preset_can_be_a_file(tmp_path: Path) -> None:
