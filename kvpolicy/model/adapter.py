@@ -361,7 +361,7 @@ class ModelAdapter:
                 use_cache=True,
                 logits_to_keep=0 if given.wants_logits else 1,
                 kvpolicy_forward=given,
-                **cache_argument(StepCache(step, given)),
+                **cache_argument(StepCache(step, given, self.model)),
             )
         done, expected = len(step.layers.keys() & step.attended), sum(self._with_rows)
         if done != expected:
@@ -369,9 +369,8 @@ class ModelAdapter:
             msg = (
                 f"model {type(self.model).__name__} cannot be run: {done} of its "
                 f"{expected} {which} use the cache and the attention they are given"
+                f"{replaced_forward(self.model)}"
             )
-            if (name := replaced_forward(self.model)) is not None:
-                msg += f"; {name}.forward was replaced by a function that calls the original"
             raise ModelError(msg)
         for states in step.states.values():
             if (problem := states.problem) is not None:
@@ -551,12 +550,12 @@ def _receive_states(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 class StepCache(Cache):
     """The cache of one forward: stores new rows in the slabs."""
 
-    def __init__(self, step: EagerStep, given: ForwardInput) -> None:
+    def __init__(self, step: EagerStep, given: ForwardInput, model: PreTrainedModel) -> None:
         # Layers with states are those of transformers, whose code knows what they are for.
         num_layers = len(step.cache.layers) if step.states else 0
         layers: list[Any] = [step.states.get(index) for index in range(num_layers)]
         super().__init__(layers=layers)
-        self._step, self._given = step, given
+        self._step, self._given, self._model = step, given, model
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -590,7 +589,7 @@ class StepCache(Cache):
         """Asked by models that compute a mask or a bias from the positions of a full cache."""
         msg = (
             "the model cannot be run: it masks its attention, or adds a bias to it, in a way of "
-            "its own, which counts the rows of a full cache"
+            f"its own, which counts the rows of a full cache{replaced_forward(self._model)}"
         )
         raise ModelError(msg)
 

@@ -61,13 +61,17 @@ def row_arguments(model: PreTrainedModel) -> list[str]:
     )
 
 
-def replaced_forward(model: PreTrainedModel) -> str | None:
-    """The first module whose ``forward`` is a function that no twin can be bound to, if any."""
+def replaced_forward(model: PreTrainedModel) -> str:
+    """What to add to an error if a ``forward`` is a function that no twin can be bound to.
+
+    Then a module of the original runs, without the cache and the attention of the twin.
+    """
     for name, module in model.named_modules():
         forward = uncompiled(vars(module).get("forward"))
         if forward is not None and not isinstance(forward, (MethodType, partial)):
-            return f"model.{name}" if name else "model"
-    return None
+            where = f"model.{name}" if name else "model"
+            return f"; {where}.forward was replaced by a function that calls the original"
+    return ""
 
 
 # Types of adapters that run forwards of their own, or need an argument for each row.
