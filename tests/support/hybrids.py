@@ -35,6 +35,9 @@ _LATENT = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
+    "num_experts_per_token": 2,
+    "num_expert_group": 1,
+    "topk_group": 1,
 }
 
 #: Names of the families and the fields of their configurations other than sizes.
@@ -52,7 +55,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "expert_layer_period": 2,
         "expert_layer_offset": 1,
     },
-    "bailing_hybrid": _LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    "bailing_hybrid": _LATENT | {"q_lora_rank": None, "n_group": 1},
     "kimi_linear": _LATENT,
     "lfm2_moe": _CONV | {"num_dense_layers": 1},
     "lfm3": _CONV,

@@ -156,6 +156,8 @@ def _cell(group: dict[str, Any], series: str, budget: float | None) -> dict[str,
         "knobs": {},
         "plan": plan,
         "resolved": resolved,
+        "bytes_per_sequence": None,
+        "byte_limits": [],
     }
 
 

@@ -71,7 +71,7 @@ SOME_FAILED = 1
     epilog=examples(
         "kvpolicy ablate",
         "kvpolicy ablate --policies h2o,snapkv --budgets 96,128 --n 20",
-        "kvpolicy ablate --policies full,h2o --rows model,int8 --bytes 256KiB,512KiB --n 20",
+        "kvpolicy ablate --policies full,h2o --rows model,int8 --bytes 256KiB",
     )
 )
 def ablate(

@@ -141,8 +141,8 @@ def mark(
     if traces and not any(trace.thoughts for trace in marked):
         msg = (
             f"{len(traces)} traces have no thoughts: no token in them contains {delimiter!r}, or "
-            f"the rules '{rules.name}' compare none; a tokenizer that ends paragraphs by several "
-            "tokens needs the text of one of them as --delimiter"
+            f"the rules '{rules.name}' compare none; give --delimiter the text of one token, where "
+            "the tokenizer ends paragraphs by several, or other --rules"
         )
         raise KVPolicyError(msg)
     if not counts[EXECUTION] or not num_others:

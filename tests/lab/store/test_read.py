@@ -26,7 +26,8 @@ def test_everything_written_is_read_back(tmp_path: Path) -> None:
     assert (run.name, run.version) == (manifest["name"], manifest["version"])
     plain = [json.loads(json.dumps(attrs.asdict(group))) for group in run.groups.values()]
     assert plain == manifest["groups"]
-    assert [attrs.asdict(cell) for cell in run.cells.values()] == manifest["cells"]
+    plain = [json.loads(json.dumps(attrs.asdict(cell))) for cell in run.cells.values()]
+    assert plain == manifest["cells"]
     assert [attrs.asdict(one) for one in run.samples.values()] == _lines(folder / "samples.jsonl")
     assert [attrs.asdict(one) for one in run.items.values()] == _lines(folder / "items.jsonl")
     assert [attrs.asdict(one) for one in run.timings.values()] == _lines(folder / "timings.jsonl")
