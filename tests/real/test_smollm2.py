@@ -103,21 +103,25 @@ def test_packed_weights_compute_the_same_logits_within_rounding(kept: Loaded) ->
     assert list(answers.results()[0].tokens) == greedy_tokens(packed, ids[0].tolist(), 4)
 
 
-# One that accumulates what a row gets, one that looks at the newest queries, one that reads text.
 @pytest.mark.parametrize("form", ["bf16", "int8"])
-def test_rounded_weights_compute_nearly_the_same_distributions(
+def test_rounded_weights_compute_nearly_the_same_distributions_or_are_refused(
     kept: Loaded, form: CpuWeights
 ) -> None:
+    refusal = ""
     try:
         rounded, _ = load_model(NAME, device="cpu", cpu_weights=form)
-    except ModelError as error:
-        pytest.skip(str(error))
+    except ModelError as error:  # without Numba, or without instructions of bfloat16
+        refusal = str(error)
+    if refusal:
+        assert {"bf16": "bfloat16", "int8": "[cpu]"}[form] in refusal
+        return
     ids = torch.tensor([prompts(kept.tokenizer, chat=True)[-1]])
     with torch.inference_mode():
         plain, found = (one(ids).logits.log_softmax(-1) for one in (kept.model, rounded))
     assert 0 < (plain.exp() * (plain - found)).sum(-1).mean() < {"bf16": 0.005, "int8": 0.03}[form]
 
 
+# One that accumulates what a row gets, one that looks at the newest queries, one that reads text.
 @pytest.mark.parametrize(
     "policy",
     ["h2o", "snapkv", "skipkv"]
