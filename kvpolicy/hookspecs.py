@@ -14,6 +14,9 @@ A policy implements only the hooks it needs, and in each names only the argument
 pluggy passes by name, and the engine computes only what some policy in the layer's stack
 names. New arguments may be added later; none is removed. ``None`` means "no opinion".
 
+Where several layers attend to the rows of one, hooks are called for that one, and ``H_q`` counts
+the query heads of all of them, those of a KV head side by side.
+
 Tensors have no padding: all sequences of one call have the same number of rows, every row is a
 real token, and all heads are included. They may be views of the cache: do not write to them.
 Only where a plan says ``heads = "shared"`` may KV heads hold different numbers of rows: ``T`` is

@@ -57,12 +57,13 @@ class RowsBeside:
             tensor[:, :, now] = new
         return own[0][:, :, : now.stop], own[1][:, :, : now.stop]
 
-    def remember(self, layer_idx: int, queries: Tensor) -> None:
-        """Keep the queries of a layer, ``[B, H_q, L, D]``."""
-        if layer_idx not in self.queries:
-            size = (*queries.shape[:2], self.num_tokens, queries.shape[3])
-            self.queries[layer_idx] = queries.new_empty(size)
-        self.queries[layer_idx][:, :, self._now(queries)] = queries
+    def remember(self, layer: LayerCache, reader: int, queries: Tensor) -> None:
+        """Keep the queries of a reader of a layer, ``[B, H_q, L, D]``."""
+        if layer.index not in self.queries:
+            size = (len(queries), layer.shape.num_heads, self.num_tokens, queries.shape[3])
+            self.queries[layer.index] = queries.new_empty(size)
+        own = layer.shape.heads_of(reader, self.queries[layer.index])
+        own[:, :, :, self._now(queries)] = queries.unflatten(1, own.shape[1:3])
 
     def _now(self, new: Tensor) -> slice:
         return slice(self.num_done, self.num_done + new.shape[2])
@@ -102,10 +103,10 @@ class OpenBeside(OpenRows):
         """Hold the new rows beside the slabs; returns all that are there."""
         return self._rows.add(self.layer, keys, values)
 
-    def remember(self, queries: Tensor) -> None:
+    def remember(self, queries: Tensor, reader: int = 0) -> None:
         """Keep the queries, if they are of interest."""
         if self.remembers:
-            self._rows.remember(self.layer.index, queries)
+            self._rows.remember(self.layer, reader, queries)
 
     def receive(self, name: str, received: Tensor) -> None:
         """Rows of slabs receive nothing."""

@@ -25,6 +25,8 @@ class EagerStep:
         position_ids: Position of every column's token in its sequence, ``[B, L]``, 0 for pads.
         totals: Tokens of each slot once its prompt is in, ``[B]``.
         layers: Each layer that has stored its new rows.
+        shared_rows: All rows to attend to, keys and values, of each of them to whose rows other
+            layers attend, too.
         states: The states of each layer that has any, by its number: copies until `commit`.
         attended: Layers whose attention was computed.
     """
@@ -45,6 +47,7 @@ class EagerStep:
         self.width, self.position_ids = tokens.width, tokens.position_ids
         self.totals = tokens.seq_len + tokens.lengths if totals is None else np.asarray(totals)
         self.layers: dict[int, OpenRows] = {}
+        self.shared_rows: dict[int, tuple[Tensor, Tensor]] = {}
         self.states: Mapping[int, Any] = self._open_states() if cache.states else {}
         self.attended: set[int] = set()
 
@@ -55,8 +58,12 @@ class EagerStep:
 
     def store(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new rows of one layer, ``[B, H_kv, L, D]``; return all rows to attend to."""
-        opened = self.layers[layer_idx] = self._open(self.cache.layers[layer_idx])
-        return opened.store(keys, values)
+        layer = self.cache.layers[layer_idx]
+        opened = self.layers[layer_idx] = self._open(layer)
+        rows = opened.store(keys, values)
+        if layer.shape.num_readers > 1:  # others would be held for longer than they are needed
+            self.shared_rows[layer_idx] = rows
+        return rows
 
     def _open(self, layer: LayerCache) -> OpenRows:
         return layer.layout.open(layer, self.tokens)
@@ -102,9 +109,10 @@ class EagerStep:
         for states in self.states.values():
             states.commit()
         self.cache.count(self.tokens.slots, self.tokens.lengths)
+        self.shared_rows = {}
 
     def discard(self) -> None:
         """Leave no trace of a forward that has failed."""
         for opened in self.layers.values():
             opened.discard()
-        self.layers, self.states = {}, {}
+        self.layers, self.states, self.shared_rows = {}, {}, {}

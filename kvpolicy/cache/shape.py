@@ -40,9 +40,13 @@ class StateShape:
 class LayerShape:
     """What one layer holds of a sequence: keys and values, states of fixed size, both or nothing.
 
+    A layer may attend to the rows of another one, its *source*. Then it holds no rows of its own,
+    and its query heads count among those of the source: KV head h has the query heads of every
+    reader that belong to it, those of the source first, then those of the others in their order.
+
     Attributes:
-        num_heads: Query heads; 0: the layer has no attention, and holds no rows.
-        num_kv_heads: Key/value heads.
+        num_heads: Query heads that attend to its rows, of all readers; 0: it holds no rows.
+        num_kv_heads: Key/value heads; 0: it holds no rows.
         head_dim: Size of one head of queries and keys.
         dtype: Precision of keys and values.
         device: Device of keys and values.
@@ -50,6 +54,9 @@ class LayerShape:
             rows at positions above ``p - sliding_window``. ``None``: all rows before it.
         value_dim: Size of one head of values; by default that of keys.
         states: Its states of fixed size.
+        num_readers: Layers that attend to its rows; 1: itself only.
+        source: The layer whose rows it attends to; ``None``: itself, if it has attention.
+        reader: Which of the readers of its source it is; 0: it attends to its own rows.
     """
 
     num_heads: int
@@ -62,6 +69,9 @@ class LayerShape:
     value_dim: int = attrs.field(
         default=attrs.Factory(lambda self: self.head_dim, takes_self=True), kw_only=True
     )
+    num_readers: int = attrs.field(default=1, kw_only=True)
+    source: int | None = attrs.field(default=None, kw_only=True)
+    reader: int = attrs.field(default=0, kw_only=True)
 
     @property
     def has_rows(self) -> bool:
@@ -77,6 +87,14 @@ class LayerShape:
     def row_bytes(self) -> int:
         """Bytes of the keys and values of one token, in all heads, in the model's precision."""
         return self.num_kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize
+
+    def heads_of(self, reader: int, heads: Tensor) -> Tensor:
+        """Of what belongs to query heads, ``[S, num_heads, ...]``, the part of one reader.
+
+        Returns:
+            A view ``[S, H_kv, G, ...]``, where ``G`` query heads of a reader belong to a KV head.
+        """
+        return heads.unflatten(1, (self.num_kv_heads, self.num_readers, -1))[:, :, reader]
 
     def zeros(self, *size: int) -> Tensor:
         """Zeros in this layer's dtype and on its device."""

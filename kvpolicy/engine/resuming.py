@@ -174,8 +174,10 @@ def _layer_identity(shape: dict[str, Any], slab: Slab) -> dict[str, Any]:
     del shape["states"]
     shape |= {"states": states} if states else {}
     # Only what is not the default, so that older snapshots stay valid.
-    if shape["value_dim"] == shape["head_dim"]:
-        del shape["value_dim"]
+    defaults = {"value_dim": shape["head_dim"], "num_readers": 1, "source": None, "reader": 0}
+    for name, default in defaults.items():
+        if shape[name] == default:
+            del shape[name]
     bits = {"key_bits": slab.key_bits, "value_bits": slab.value_bits}
     integers = bits if any(bits.values()) else {}
     ragged = {"ragged": slab.ragged, **integers}

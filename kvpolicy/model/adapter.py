@@ -29,7 +29,7 @@ from kvpolicy.model.config import (
     decoder_layers,
     has_state_layers,
     layer_shape,
-    layers_with_rows,
+    row_sources,
     sliding_windows,
     stop_ids,
 )
@@ -133,7 +133,7 @@ class ModelAdapter:
             layer_shape(layer, model.dtype, model.device)  # what cannot be read is refused now
         self._windows = sliding_windows(config)
         self._latents = latent_modules(model)
-        self._with_rows = layers_with_rows(config)
+        self._sources = row_sources(config)
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.max_positions = max_positions(config)
@@ -156,6 +156,8 @@ class ModelAdapter:
         """Why decode steps of this model take the eager path; ``None``: they are static."""
         if any(self._layer_states):
             return "its layers have states of fixed size"
+        if self._shares_rows:
+            return "its layers attend to keys and values of others"
         if self.processes.num_processes > 1:
             return "its heads are shared by several processes"
         if len({shape.device for shape in self.layer_shapes()} | {self.device}) > 1:
@@ -238,11 +240,17 @@ class ModelAdapter:
     @property
     def attention_layers(self) -> list[int]:
         """Numbers of the layers that cache keys and values."""
-        return [index for index, has_rows in enumerate(self._with_rows) if has_rows]
+        return [index for index, source in enumerate(self._sources) if index == source]
+
+    @property
+    def _shares_rows(self) -> bool:
+        """Whether layers attend to keys and values that others cache."""
+        return any(source not in (None, index) for index, source in enumerate(self._sources))
 
     def layer_shapes(self) -> list[LayerShape]:
         """Shape and device of what each layer holds."""
         dtype, shards = self.model.dtype, self.processes.num_shards
+        sources = self._sources
         return [
             layer_shape(
                 config,
@@ -252,15 +260,25 @@ class ModelAdapter:
                 shards,
                 latent=index in self._latents,
                 states=states,
+                num_readers=sources.count(index),
             )
-            if has_rows
-            else LayerShape(0, 0, 0, dtype, device, states=states)
-            for index, (config, device, window, has_rows, states) in enumerate(
+            if source == index
+            else LayerShape(
+                0,
+                0,
+                0,
+                dtype,
+                device,
+                states=states,
+                source=source,
+                reader=0 if source is None else sources[:index].count(source),
+            )
+            for index, (config, device, window, source, states) in enumerate(
                 zip(
                     layer_configs(self._config),
                     map(_device_of, decoder_layers(self.model)),
                     self._windows,
-                    self._with_rows,
+                    sources,
                     self._layer_states,
                     strict=True,
                 )
@@ -359,11 +377,15 @@ class ModelAdapter:
                 input_ids=given.token_ids.to(self.device),
                 position_ids=torch.from_numpy(step.position_ids).to(self.device),
                 use_cache=True,
-                logits_to_keep=0 if given.wants_logits else 1,
+                logits_to_keep=0 if given.wants_logits else self._newest_only(step.width),
                 kvpolicy_forward=given,
                 **cache_argument(StepCache(step, given, self.model)),
             )
-        done, expected = len(step.layers.keys() & step.attended), sum(self._with_rows)
+        wanted = {index: source for index, source in enumerate(self._sources) if source is not None}
+        expected = len(wanted)
+        done = sum(
+            source in step.layers and index in step.attended for index, source in wanted.items()
+        )
         if done != expected:
             which = "layers" if expected == self.num_layers else "layers with attention"
             msg = (
@@ -380,6 +402,14 @@ class ModelAdapter:
             msg = f"model {type(self.model).__name__} cannot be run: it gives no logits of tokens"
             raise ModelError(msg)
         return output
+
+    def _newest_only(self, width: int) -> int | Tensor:
+        """The columns of which logits are wanted, as models take them: the last of so many.
+
+        Where layers share rows, some models compute these layers for these columns only, if they
+        are given as a number; rows would receive no attention from the others.
+        """
+        return torch.tensor([width - 1], device=self.device) if self._shares_rows else 1
 
     def _run_static(
         self, twin: PreTrainedModel, step: StaticStep, given: ForwardInput

@@ -5,6 +5,7 @@ are attended to, and what is recorded of it for policies: the most recent querie
 accumulate of the attention that they receive.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,10 +34,10 @@ def attend(
     """Attend from the new tokens of a step to all rows of their slots.
 
     Args:
-        step: The layout of the forward; it has stored the new rows of this layer already.
-        layer_idx: Decoder layer, counted from 0.
+        step: The layout of the forward; it has stored the new rows already.
+        layer_idx: Decoder layer, counted from 0. Its rows may be those of another one, its source.
         queries: Queries after RoPE, ``[B, H_q, L, D]``.
-        keys: What `EagerStep.store` returned for this layer, ``[B, H_kv, T, D]``.
+        keys: What `EagerStep.store` returned for the layer that holds them, ``[B, H_kv, T, D]``.
         values: Values of the same rows.
         scaling: Factor on the logits.
         softmax: The layer's softmax.
@@ -44,11 +45,13 @@ def attend(
     Returns:
         Attention output, ``[B, H_q, L, D]``.
     """
-    layer, opened = step.cache.layers[layer_idx], step.layers[layer_idx]
+    shape = step.cache.layers[layer_idx].shape
+    held_in = layer_idx if shape.source is None else shape.source
+    layer, opened = step.cache.layers[held_in], step.layers[held_in]
     step.attended.add(layer_idx)
     layer.softmax = softmax
     if opened.remembers:
-        opened.remember(_as_policies_read(queries, scaling))
+        opened.remember(_as_policies_read(queries, scaling), shape.reader)
     if opened.held is not None:
         return eager.attend_beside(
             queries, opened.held, (keys, values), opened.visible, scaling=scaling, softmax=softmax
@@ -116,7 +119,8 @@ def attention_function(
         reason = "it masks its attention in its own way"
     else:
         step = kvpolicy_forward.step
-        shape = step.cache.layers[layer_idx].shape
+        own = step.cache.layers[layer_idx].shape
+        shape = own if own.source is None else step.cache.layers[own.source].shape
         window = kwargs.get("sliding_window")
         if window is not None:
             window = hiding_window(window, getattr(module, "config", None))
@@ -127,6 +131,8 @@ def attention_function(
                 f"its layer {layer_idx} attends to a window of {window}, "
                 f"its configuration says {shape.sliding_window}"
             )
+        elif shape.num_readers > 1:
+            reason = _sharing_problem(step, layer_idx, query, key, kwargs)
     if reason is not None:
         msg = f"a model with {type(module).__name__} cannot be run: {reason}"
         raise ModelError(msg)
@@ -141,3 +147,44 @@ def attention_function(
         softmax = PLAIN if softcap is None and sinks is None else Softmax(softcap, sinks)
         output = attend(step, layer_idx, query, key, value, scaling, softmax)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _sharing_problem(
+    step: EagerStep | StaticStep,
+    layer_idx: int,
+    query: Tensor,
+    key: Tensor,
+    kwargs: Mapping[str, Any],
+) -> str | None:
+    """Why the attention of a layer that shares rows with others is not as the configuration says.
+
+    Args:
+        step: The step under way.
+        layer_idx: The layer.
+        query: Its queries, ``[B, H_q, L, D]``.
+        key: The keys that it attends to, ``[B, H_kv, T, D]``.
+        kwargs: What the model passes to every attention function.
+    """
+    shape = step.cache.layers[layer_idx].shape
+    source = layer_idx if shape.source is None else shape.source
+    layer = step.cache.layers[source]
+    num_heads = layer.shape.num_heads // layer.shape.num_readers
+    if not isinstance(step, EagerStep):
+        return "static steps do not serve layers that attend to the rows of others"
+    if query.shape[1] != num_heads:
+        return (
+            f"its layer {layer_idx} attends with {query.shape[1]} query heads to the rows of layer "
+            f"{source}, its configuration says {num_heads}"
+        )
+    if shape.source is not None:
+        rows = step.shared_rows.get(source)
+        if rows is None or key is not rows[0]:
+            return (
+                f"its layer {layer_idx} attends to other keys than those of layer {source}, whose "
+                "rows it shares by its configuration"
+            )
+        if kwargs.get("softcap") != layer.softmax.softcap:
+            return f"its layers {source} and {layer_idx} attend to one row with different soft caps"
+    if kwargs.get("s_aux") is not None:
+        return f"layers that share rows have learned sinks, such as its layer {layer_idx}"
+    return None

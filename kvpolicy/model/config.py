@@ -42,8 +42,6 @@ def check_runs(model: PreTrainedModel, config: Any) -> None:
         reason = "its configuration does not give the number of positions of a sequence"
     elif getattr(model, "get_output_embeddings", lambda: None)() is None:
         reason = "it has no head that gives logits of tokens; load it with AutoModelForCausalLM"
-    elif shared := getattr(config, "num_kv_shared_layers", None):
-        reason = f"its last {shared} layers attend to keys and values of other layers"
     else:
         reason = _unknown_attention(config)
     if reason is not None:
@@ -81,6 +79,7 @@ def layer_shape(
     *,
     latent: bool = False,
     states: tuple[StateShape, ...] = (),
+    num_readers: int = 1,
 ) -> LayerShape:
     """Shape of the keys and values of a layer, from the model's configuration.
 
@@ -92,6 +91,7 @@ def layer_shape(
         num_shards: Processes that share its heads.
         latent: Whether it stores latents, as rows of one head, see `kvpolicy.model.latent`.
         states: Its states of fixed size.
+        num_readers: Layers that attend to its rows.
     """
     num_heads: int = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
@@ -104,7 +104,7 @@ def layer_shape(
         num_kv_heads, head_dim = num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
     num_heads, num_kv_heads = num_heads // num_shards, num_kv_heads // num_shards
     return LayerShape(
-        num_heads,
+        num_heads * num_readers,
         num_kv_heads,
         head_dim,
         dtype,
@@ -112,6 +112,7 @@ def layer_shape(
         sliding_window,
         states,
         value_dim=value_dim,
+        num_readers=num_readers,
     )
 
 
@@ -133,12 +134,26 @@ def sliding_windows(config: Any) -> list[int | None]:
     ]
 
 
-def layers_with_rows(config: Any) -> list[bool]:
-    """Which layers cache keys and values."""
+def row_sources(config: Any) -> list[int | None]:
+    """The layer whose keys and values each layer attends to; ``None``: it has no attention.
+
+    Of the last layers of some models each attends to those of the newest layer of its kind before
+    them.
+    """
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        return [True] * len(layer_configs(config))
-    return [kind in _WITH_ROWS for kind in kinds]
+        kinds = _WITH_ROWS[:1] * len(layer_configs(config))
+    num_own = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    newest = {kind: index for index, kind in enumerate(kinds[:num_own])}
+    return [
+        None if kind not in _WITH_ROWS else index if index < num_own else newest[kind]
+        for index, kind in enumerate(kinds)
+    ]
+
+
+def layers_with_rows(config: Any) -> list[bool]:
+    """Which layers cache keys and values."""
+    return [index == source for index, source in enumerate(row_sources(config))]
 
 
 def has_state_layers(config: Any) -> bool:

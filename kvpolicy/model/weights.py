@@ -72,6 +72,8 @@ def layer_weights(
     parts, problem = _parts(model, module), None
     if isinstance(parts, str):
         problem = parts
+    elif shape.num_readers > 1:
+        problem = "other layers attend to its rows, too, with queries of their own"
     else:
         scale = rotary_scale(model, layer_idx)
         for candidate in _candidates(module, parts, shape, partial(rotate, layer_idx), scale):

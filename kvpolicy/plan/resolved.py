@@ -25,7 +25,8 @@ class LayerPlan:
 
     Attributes:
         layer_idx: Decoder layer, counted from 0.
-        stack: Its policies with all their knobs; none if it has no attention, and so no rows.
+        stack: Its policies with all their knobs; none if it holds no rows: it has no attention,
+            or attends to the rows of another layer.
         budget: Rows that stay after a compaction; ``None``: everything stays. Rows of a prompt
             that stays do not count.
         buffer: Rows that may join before the next compaction.
@@ -57,12 +58,12 @@ class LayerPlan:
 
     @classmethod
     def without_rows(cls, layer_idx: int) -> "LayerPlan":
-        """That of a layer without attention."""
+        """That of a layer that holds no rows."""
         return cls(layer_idx, (), budget=None, buffer=1, bounded=False)
 
     @property
     def has_rows(self) -> bool:
-        """Whether the layer has attention."""
+        """Whether the layer holds rows."""
         return bool(self.stack)
 
     @property
@@ -202,8 +203,8 @@ class ResolvedPlan:
         wanted = list(range(num_layers) if attention is None else attention)
         if wanted != self.attention:
             msg = (
-                f"{self.name} is resolved for a model with attention in layers "
-                f"{', '.join(map(str, self.attention))}, and this one has it in "
+                f"{self.name} is resolved for a model with rows in layers "
+                f"{', '.join(map(str, self.attention))}, and this one has them in "
                 f"{', '.join(map(str, wanted))}; give the plan itself, or "
                 "resolve(NUM_LAYERS, attention=[...])"
             )
@@ -212,7 +213,7 @@ class ResolvedPlan:
 
     @property
     def attention(self) -> list[int]:
-        """Numbers of the layers that have attention."""
+        """Numbers of the layers that hold rows, those with attention of their own."""
         return [layer.layer_idx for layer in self.layers if layer.has_rows]
 
     def stacks(self) -> tuple[Stack, ...]:

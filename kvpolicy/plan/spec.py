@@ -485,16 +485,12 @@ class LayerGroup:
             without = [layer for layer in found if layer not in with_rows]
             if without:
                 msg = (
-                    f"{name} names layer {without[0]}, which has no attention and holds no rows; "
-                    f"those of the model are {', '.join(map(str, with_rows))}"
+                    f"{name} names layer {without[0]}, which holds no rows; "
+                    f"those of the model that do are {', '.join(map(str, with_rows))}"
                 )
                 raise PlanError(msg)
         if not found:
-            which = (
-                ""
-                if len(with_rows) == num_layers
-                else f", of which {len(with_rows)} have attention"
-            )
+            which = "" if len(with_rows) == num_layers else f", of which {len(with_rows)} hold rows"
             msg = f"{name}: {self.where!r} covers none of the model's {num_layers} layers{which}"
             raise PlanError(msg)
         return found

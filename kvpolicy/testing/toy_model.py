@@ -55,7 +55,7 @@ class ToyModel(ModelAdapter):
         self.vocab_size, self.max_positions = vocab_size, _MAX_POSITIONS
         self.stop_ids = ()
         self._annotated: frozenset[int] = frozenset()
-        self._with_rows = [True] * num_layers
+        self._sources = list(range(num_layers))
         self._device = torch.device("cpu")
         self.model = SimpleNamespace(device=self._device, dtype=dtype)  # type: ignore[assignment]
         self._shape = LayerShape(kv_heads * group, kv_heads, head_dim, dtype, self._device)

@@ -143,7 +143,7 @@ def test_plans_name_attention_layers() -> None:
 
 @pytest.mark.parametrize(
     ("where", "problem"),
-    [([0], "layer 0, which has no attention"), ("0:1", "covers none"), ([1], "cover layer 3")],
+    [([0], "layer 0, which holds no rows"), ("0:1", "covers none"), ([1], "cover layer 3")],
 )
 def test_plans_for_layers_without_attention_are_refused(where: Any, problem: str) -> None:
     plan = Plan.from_dict({"stack": ["full"], "layers": [{"where": where}]})
@@ -152,7 +152,7 @@ def test_plans_for_layers_without_attention_are_refused(where: Any, problem: str
 
 
 def test_a_plan_resolved_for_other_layers_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"attention in layers 0, 1, 2, 3.* 1, 3"):
+    with pytest.raises(PlanError, match=r"rows in layers 0, 1, 2, 3.* 1, 3"):
         Engine(hybrid_model("lfm2"), plan=Plan.full_cache().resolve(4))
 
 

@@ -162,10 +162,11 @@ _MLA_HEADS = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
 }
+# The last four layers attend to the keys and values of the first two.
 _SHARED = {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "num_kv_shared_layers": 2,
+    "num_kv_shared_layers": 4,
 }
 
 #: Fields that a class needs beyond the sizes, by its model type; those of a part by its name.
@@ -200,7 +201,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {
         "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
     },
-    "gemma4_text": {"global_head_dim": 16},
+    "gemma4_text": _SHARED | {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
     "glm46v_text": _MROPE_HALF,
     "glm4v_text": _MROPE_HALF,

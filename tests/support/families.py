@@ -37,17 +37,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gpt2": ({"n_embd": 32, "n_layer": 1, "n_head": 4}, "decoder layers"),
     "stablelm": ({}, "arguments"),
     "nemotron": ({}, "arguments|0 of its 2 layers use the cache"),
-    "gemma3n_text": (
-        {
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 2,
-            "intermediate_size": 64,
-            "activation_sparsity_pattern": None,
-            "vocab_size_per_layer_input": 61,
-        },
-        "last 2 layers attend to keys and values of other layers",
-    ),
     "jetmoe": ({}, "key heads"),
     "doge": ({"keep_window_size": 4}, "masks"),
 }

@@ -556,19 +556,29 @@ class OpenRows(ABC):
 
     @abstractmethod
     def receive(self, name: str, received: Tensor) -> None:
-        """Note what rows have received, ``[B, H_kv, T]``, for the accumulator of that name."""
+        """Note what rows have received, ``[B, H_kv, T]``, for the accumulator of that name.
+
+        Of every layer that attends to them; it adds up.
+        """
 
     @abstractmethod
     def annotate(self, name: str, numbers: Tensor) -> None:
         """Note numbers of the new rows, ``[N, H_kv]``, for a track of that name."""
 
-    def remember(self, queries: Tensor) -> None:
-        """Note queries, ``[B, H_q, L, D]``, if the layer has a ring for the newest."""
+    def remember(self, queries: Tensor, reader: int = 0) -> None:
+        """Note queries, ``[B, H_q, L, D]``, if the layer has a ring for the newest.
+
+        Args:
+            queries: Those of one layer that attends to these rows.
+            reader: Which one, see `LayerShape.reader`.
+        """
         ring = self.layer.window
         if ring is not None:
             sequences, columns, slots, places = self.tokens.newest(ring.shape[2], ring.device)
-            newest = queries[sequences, :, columns]
-            self._at_commit.append(partial(setitem, ring, (slots, slice(None), places), newest))
+            own = self.layer.shape.heads_of(reader, ring)
+            newest = queries[sequences, :, columns].unflatten(1, own.shape[1:3])
+            index = (slots, ALL, ALL, places)
+            self._at_commit.append(partial(setitem, own, index, newest))
 
     def commit(self) -> None:
         """Make what has been noted part of the slots; the cache counts the rows."""

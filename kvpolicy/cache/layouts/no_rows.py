@@ -1,4 +1,4 @@
-"""Layers without attention: they hold no rows, and no token ever fills them."""
+"""Layers without attention, or that attend to the rows of others: no token ever fills them."""
 
 from collections.abc import Sequence
 

@@ -44,6 +44,7 @@ class LayerFootprint:
         plain_bytes_per_row: Those of the keys and values of a row in the model's precision, in
             which attention and policies read it.
         state_bytes_per_slot: Bytes of its states of fixed size, which no budget changes.
+        source: The layer whose rows it attends to, and which allocates them; ``None``: itself.
     """
 
     plan: LayerPlan
@@ -56,6 +57,7 @@ class LayerFootprint:
     window_bytes_per_slot: int
     plain_bytes_per_row: int
     state_bytes_per_slot: int = 0
+    source: int | None = None
 
     @property
     def layer_idx(self) -> int:
@@ -69,7 +71,8 @@ class LayerFootprint:
             plan.pop("prefill_buffer", None)  # it has no rows beside its slabs
         sizes = ("sliding_window", "rows_per_slot", "bytes_per_slot")
         states = ("state_bytes_per_slot",) if self.state_bytes_per_slot else ()
-        return plan | {size: getattr(self, size) for size in (*sizes, *states)}
+        source = {} if self.source is None else {"source": self.source}
+        return plan | {size: getattr(self, size) for size in (*sizes, *states)} | source
 
     def same_as(self, other: "LayerFootprint") -> bool:
         """Whether two layers differ in their number only."""
@@ -327,7 +330,7 @@ def _lookahead_bytes(stacks: Sequence[Stack], shapes: Sequence[LayerShape]) -> i
 
 
 def _without_rows(layer: LayerPlan, shape: LayerShape) -> LayerFootprint:
-    """What a layer without attention allocates: its states."""
+    """What a layer without rows of its own allocates: its states."""
     return LayerFootprint(
         layer,
         sliding_window=None,
@@ -339,6 +342,7 @@ def _without_rows(layer: LayerPlan, shape: LayerShape) -> LayerFootprint:
         window_bytes_per_slot=0,
         plain_bytes_per_row=0,
         state_bytes_per_slot=shape.state_bytes,
+        source=shape.source,
     )
 
 

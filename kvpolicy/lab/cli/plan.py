@@ -265,7 +265,10 @@ def _lines(found: "Footprint", name: str, model: str) -> list[str]:
 
 def _num_layers(found: "Footprint") -> str:
     num, with_rows = len(found.layers), len(found.plan.attention)
-    return f"{num} layers" if num == with_rows else f"{num} layers, {with_rows} with attention"
+    if num == with_rows:
+        return f"{num} layers"
+    shared = any(layer.source is not None for layer in found.layers)
+    return f"{num} layers, {with_rows} with {'rows' if shared else 'attention'}"
 
 
 def _states(found: "Footprint") -> list[str]:
@@ -333,6 +336,8 @@ def _row(group: "list[LayerFootprint]", *, windows: bool) -> list[str]:
     if not first.plan.has_rows:
         held = format_bytes(first.bytes_per_slot) + each if first.bytes_per_slot else "-"
         what = "no attention: states" if first.bytes_per_slot else "no attention"
+        if first.source is not None:
+            what = f"attends to the rows of layer {first.source}"
         return [layers, "-", "-", *(["-"] if windows else []), "-", held, what]
     return [
         layers,
