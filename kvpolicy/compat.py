@@ -74,6 +74,20 @@ def has_states() -> bool:
     return layer is not None and "number_of_states" in inspect.signature(layer).parameters
 
 
+@functools.cache
+def has_meta_forwards() -> bool:
+    """Whether models compute on the device ``meta``: transformers 5.2 asks it for autocast."""
+    from transformers.utils import generic
+
+    maybe_autocast = getattr(generic, "maybe_autocast", None)
+    try:
+        if maybe_autocast is not None:
+            maybe_autocast(device_type="meta", enabled=False)
+        return True
+    except RuntimeError:  # of torch, which has none there
+        return False
+
+
 def chooses_experts_on_device(config: Any) -> None:
     """Have experts be computed without a look at which were chosen, as on the device ``meta``.
 

@@ -85,6 +85,7 @@ def attention_function(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,
     scaling: float | None = None,
     kvpolicy_forward: ForwardInput | None = None,
     **kwargs: Any,
@@ -97,6 +98,8 @@ def attention_function(
         key: What the cache returned for this layer, ``[B, H_kv, T, D]``.
         value: Values of the same rows.
         attention_mask: Must be ``None``: the layout has the mask.
+        dropout: Not used. It is here because functions of transformers have it here, and libraries
+            that wrap all of them, as kvpress does when it is imported, give it without its name.
         scaling: Factor on the logits; default ``D ** -0.5``.
         kvpolicy_forward: The forward under way.
         kwargs: What the model passes to every attention function; ``softcap``, ``s_aux`` and

@@ -266,7 +266,6 @@ def test_a_path_that_cannot_be_written_is_refused(
 
 IDLE = {
     "run hi --max-new-tokens 1 --set budget=9": "--set budget=9",
-    "run hi --max-new-tokens 1": "prompt",
     "ablate --dry-run --policies ,": "--policies",
     "bench --quick --policies ,": "--policies",
     "results table {run} --series H2O --budget all": "run",

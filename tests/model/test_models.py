@@ -6,7 +6,7 @@ import pytest
 import torch
 from families import FAMILIES, REFUSED, family_model, model_of
 from tiny import greedy_tokens, tiny_model
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AttentionInterface
 
 from kvpolicy import Engine, Plan, PolicyCache
 from kvpolicy.cache.eager_step import EagerStep
@@ -14,6 +14,7 @@ from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.compat import cache_argument
 from kvpolicy.errors import ModelError
+from kvpolicy.model.adapter import ATTENTION
 from kvpolicy.model.attention import attention_function
 from kvpolicy.model.forward_input import ForwardInput
 
@@ -196,6 +197,24 @@ def test_unsupported_configuration_raises(changes: dict[str, Any], message: str)
     vars(model.config).update(changes)  # newer configurations validate assignments
     with pytest.raises(ModelError, match=message):
         Engine(model, plan=Plan.uniform("full"))
+
+
+def test_a_library_may_wrap_every_attention_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As kvpress does when it is imported; it passes on by place what those of torch take so."""
+    model = tiny_model()
+    engine = Engine(model, plan=Plan.uniform("full"))
+    dropouts: list[float] = []
+
+    def wrapped(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, **more: Any
+    ) -> Any:
+        dropouts.append(dropout)
+        return attention_function(module, query, key, value, mask, dropout, **more)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, ATTENTION, wrapped)
+    (result,) = engine.generate(PROMPTS[:1], max_new_tokens=6).results()
+    assert list(result.tokens) == greedy_tokens(model, PROMPTS[0], 6)
+    assert set(dropouts) == {0.0}
 
 
 def test_window_missing_in_the_configuration_raises() -> None:

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from kvpolicy.compat import has_meta_forwards
 from kvpolicy.lab.bench.contenders.contender import Contender, Measurement
 from kvpolicy.lab.bench.roofline import ModelSize
 from kvpolicy.lab.bench.rounds.turns import Job, Turn, jobs_of
@@ -15,6 +18,11 @@ STEP = Decode(batch=2, held=30, steps=3)
 SIZE = ModelSize(weight_bytes=1000, num_weights=250, row_bytes=10, num_layers=2, query_size=32)
 LAYERS, HEADS, HEAD_DIM, IN_FP32 = 2, 2, 8, 4  # of the tiny model
 ROW = 2 * LAYERS * HEADS * HEAD_DIM * IN_FP32
+
+
+needs_meta_forwards = pytest.mark.skipif(
+    not has_meta_forwards(), reason="this transformers does not compute on the device meta"
+)
 
 
 def cell(stack: str, budget: int = 8, buffer: int = 4) -> Cell:

@@ -340,6 +340,8 @@ def bench(
             "walk through it with --gpu --device cpu --quick."
         )
         raise KVPolicyError(msg)
+    if device.startswith("meta"):
+        _check_meta(mode)
     if threads is not None:
         torch.set_num_threads(threads)
     model_shape = shape_named(sizes["shape"])
@@ -510,6 +512,25 @@ def _weight_forms(names: str | None) -> list[WeightForm]:
             )
             raise KVPolicyError(msg)
     return [known[name] for name in given]
+
+
+def _check_meta(mode: str) -> None:
+    """Refuse a model without memory where nothing can be counted on it.
+
+    Raises:
+        KVPolicyError: Something else is asked, or this transformers does not compute there.
+    """
+    from kvpolicy.compat import has_meta_forwards
+
+    if mode != "launches":
+        msg = "--device meta has no memory, so nothing can be timed there; give --launches with it"
+        raise KVPolicyError(msg)
+    if not has_meta_forwards():
+        msg = (
+            "--device meta needs a newer transformers, this one does not compute there; install "
+            "transformers 5.17 or newer, or leave --device out for a shape that fits into memory"
+        )
+        raise KVPolicyError(msg)
 
 
 def _choices(sweep: Path | None, margin: float) -> "list[Choice]":

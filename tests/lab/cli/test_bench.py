@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from bench_parts import measurement
+from bench_parts import measurement, needs_meta_forwards
 from shell import Shell, refusal
 
+from kvpolicy import compat
 from kvpolicy.lab.bench.contenders.contender import (
     FORWARD,
     GENERATE,
@@ -98,12 +99,22 @@ def test_counts_have_a_table(kvpolicy: Shell) -> None:
     assert [one["name"] for one in found["kernels"]] == ["full", "knorm"]
 
 
+@needs_meta_forwards
 def test_kernels_are_counted_without_memory(kvpolicy: Shell) -> None:
     arguments = ("bench", "--launches", *OPTIONS, "--policies", "knorm", "--device", "meta")
     found = kvpolicy(*arguments, "--lengths", 20, "--json").json
     (kernels,) = found["kernels"]
     assert found["launches"] == []
     assert sum(kernels["plain"].values()) > sum(kernels["fused"].values()) > 20
+
+
+@pytest.mark.parametrize("mode", [(), ("--launches",)])
+def test_what_cannot_be_counted_without_memory_is_refused(
+    kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch, mode: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(compat, "has_meta_forwards", lambda: False)
+    arguments = ("bench", *mode, *OPTIONS, "--policies", "knorm", "--device", "meta")
+    assert "--device meta" in refusal(kvpolicy(*arguments, "--lengths", 20))
 
 
 def test_largest_batches_are_within_the_memory(kvpolicy: Shell, tmp_path: Path) -> None:

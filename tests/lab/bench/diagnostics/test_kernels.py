@@ -2,7 +2,7 @@
 
 import attrs
 import pytest
-from bench_parts import cell
+from bench_parts import cell, needs_meta_forwards
 from transformers import PreTrainedModel
 
 from kvpolicy.lab.bench.diagnostics.kernels import kernels_of
@@ -15,6 +15,7 @@ def model(name: str, device: str, dtype: str = "bfloat16") -> PreTrainedModel:
     return random_model(shape, 0, max_positions=9000, dtype=dtype, device=device)
 
 
+@needs_meta_forwards
 @pytest.mark.parametrize(("held", "attention"), [(64, 2 * 2), (8704, 3 * 2)])
 def test_a_step_of_a_large_model_needs_no_memory(held: int, attention: int) -> None:
     """Of one sequence, whose long slab is cut into chunks."""
@@ -34,6 +35,7 @@ def test_a_step_of_a_large_model_needs_no_memory(held: int, attention: int) -> N
     assert found.fused["others"] < 40
 
 
+@needs_meta_forwards
 def test_numbers_do_not_matter() -> None:
     """Casts to fp32, which half precision needs, are kernels."""
     work = Decode(2, 40, 1)
