@@ -20,6 +20,7 @@ from kvpolicy.attention.integers import dequantize, quantize
 from kvpolicy.cache import store
 from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.shape import LayerShape, Slab
+from kvpolicy.compat import cache_argument
 from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.errors import PlanError
 
@@ -143,7 +144,7 @@ def test_a_policy_cache_holds_integers() -> None:
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-        past_key_values=PolicyCache(model, plan),
+        **cache_argument(PolicyCache(model, plan)),
     )
     (result,) = Engine(model, None, plan).generate([Request(PROMPTS[0], 20, stop_ids=())]).results()
     assert found[0, len(PROMPTS[0]) :].tolist() == list(result.tokens)

@@ -31,6 +31,7 @@ from kvpolicy.cache.eager_step import EagerStep
 from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows, Tracks
 from kvpolicy.cache.shape import LayerShape, Slab, Staging
+from kvpolicy.compat import cache_argument
 from kvpolicy.engine.memory.footprint import footprint, slots_within
 from kvpolicy.errors import CacheError, PlanError
 from kvpolicy.plan.dump import to_plan_data
@@ -265,7 +266,10 @@ def test_a_policy_cache_has_chunks_of_the_buffer_by_default() -> None:
     cache = PolicyCache(model, Plan.uniform("h2o", budget=256, buffer=4))
     with torch.no_grad():
         tokens = model.generate(
-            torch.tensor([prompt]), past_key_values=cache, max_new_tokens=NUM_NEW, do_sample=False
+            torch.tensor([prompt]),
+            max_new_tokens=NUM_NEW,
+            do_sample=False,
+            **cache_argument(cache),
         )
     plan = Plan.uniform("h2o", budget=256, buffer=4, prefill_buffer=4)
     (result,) = Engine(model, plan=plan).generate(requests([prompt])).results()

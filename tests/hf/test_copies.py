@@ -110,7 +110,7 @@ def test_prefix_is_computed_once_and_shared() -> None:
         assert cache.report.tokens == (len(prefix) + len(more) + 9,)
     fresh = PolicyCache(model, TIGHT)
     with torch.no_grad():
-        model(torch.tensor([prefix]), past_key_values=fresh)
+        model(torch.tensor([prefix]), **cache_argument(fresh))
     assert answers[0] == generated_tokens(model, [prefix + MORE[0]], 10, past_key_values=fresh)[0]
     assert shared.report.tokens == (len(prefix),)
 

@@ -71,5 +71,5 @@ def test_an_image_is_refused() -> None:
         model(
             torch.tensor([PROMPTS[0]]),
             pixel_values=torch.zeros(1, 3, 4, 4),
-            past_key_values=PolicyCache(model, PLAN),
+            **cache_argument(PolicyCache(model, PLAN)),
         )

@@ -154,7 +154,7 @@ def test_policy_cache_refuses_to_cross_the_length_of_longrope() -> None:
         cache_tokens(model, PolicyCache(model, FULL), prompt, 21)
     announced = PolicyCache(model, FULL, max_length=40)
     with torch.no_grad(), pytest.raises(CacheError, match=message):
-        model(torch.tensor([prompt]), past_key_values=announced)
+        model(torch.tensor([prompt]), **cache_argument(announced))
     assert announced.report.tokens == ()
     with pytest.raises(CacheError, match=message):
         model.generate(

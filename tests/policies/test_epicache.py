@@ -25,6 +25,7 @@ from kvpolicy import (
     load_policy,
     select_rows,
 )
+from kvpolicy.compat import cache_argument
 from kvpolicy.errors import BudgetError
 from kvpolicy.hf.policy_cache import CacheReport
 from kvpolicy.testing import keep_rows
@@ -175,7 +176,7 @@ def held(one: Engine, prompt: list[int]) -> tuple[SequenceSnapshot, CacheReport]
     """A prompt after its prefill and what that has made due, and what it has cost."""
     cache = PolicyCache(one.adapter.model, one.plan, one.tokenizer)
     with torch.no_grad():
-        one.adapter.model(input_ids=torch.tensor([prompt]), past_key_values=cache)
+        one.adapter.model(input_ids=torch.tensor([prompt]), **cache_argument(cache))
         assert cache.core is not None
         cache.core.evictor.evict(cache.sequences)
     return cache.snapshot(0), cache.report

@@ -38,8 +38,12 @@ import pytest
 from served_command import served_command
 
 from kvpolicy import Plan
+from kvpolicy.compat import cache_argument
 from kvpolicy.hooks import discovery
 from kvpolicy.lab.sweep.sweep_file import load_preset
+
+# As `generate` of this release calls it; pages say how older ones do.
+(_CACHE,) = cache_argument(None)
 
 _FENCE = re.compile(r"^```(\w+)?[ ]*(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ELLIPSIS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -150,6 +154,7 @@ class Page:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             if title is None:
                 text = block.text.replace(_SERVED_AT, self._url)
+                text = text.replace("past_key_values=", f"{_CACHE}=")
                 code = compile(text, self._place(block), "exec")
                 if "continued" not in block.options:
                     self._names = {"__name__": "__main__"}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvpolicy.compat import cache_in
+from kvpolicy.compat import cache_argument, cache_in
 
 
 @attrs.define
@@ -62,7 +62,7 @@ def retention_by_hand(
     """
     ids = torch.tensor([[*prompt, *answer[:-1]]])
     with torch.inference_mode():  # a cache without a configuration keeps rows outside of windows
-        seen = model(ids, output_attentions=True, past_key_values=DynamicCache())
+        seen = model(ids, output_attentions=True, **cache_argument(DynamicCache()))
     found: dict[tuple[Any, ...], Tally] = defaultdict(Tally)
     for layer, attentions in enumerate(seen.attentions):
         weights = attentions[0].double().numpy()

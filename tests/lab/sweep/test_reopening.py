@@ -3,6 +3,7 @@
 import copy
 import json
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from kvpolicy.errors import KVPolicyError, OutputError
 from kvpolicy.lab.store.store import Store, finished
 from kvpolicy.lab.sweep.sweep_file import Series
 
-RUN = built().to_dict()
+pytestmark = pytest.mark.needs_reasoner  # whose task the sweeps have
+
 NAMES = [policy.name for policy in installed_policies() if policy.name not in STEERING]
 #: What a knob may be in a plan made in Python, or in a default.
 KNOBS = st.recursive(
@@ -57,10 +59,15 @@ def test_a_sweep_of_any_policy_is_continued(name: str, tmp_path: Path) -> None:
             assert json.loads(json.dumps(data)) == data
 
 
+@cache
+def _run() -> dict[str, Any]:
+    return built().to_dict()
+
+
 @given(knob=KNOBS)
 def test_a_run_with_any_knob_is_the_same_run_and_no_other(knob: object) -> None:
     def run_with(value: object) -> dict[str, Any]:
-        run = copy.deepcopy(RUN)
+        run = copy.deepcopy(_run())
         run["cells"][0]["resolved"]["layers"][0]["stack"][0]["knob"] = value
         return run
 
