@@ -96,6 +96,11 @@ class KVCache:
         self.rotate: Rotate | None = None
         self.one_by_one = False
 
+    @property
+    def layers_with_rows(self) -> list[LayerCache]:
+        """The layers that hold rows; `Layer.index` is the number of each."""
+        return [layer for layer in self.layers if layer.shape.has_rows]
+
     # What the host knows of the slots
 
     @property

@@ -84,14 +84,14 @@ def held_rows(run: Run, number: int) -> dict[str, Any] | None:
     Returns:
         ``of``: KV heads of all layers; ``counts``: in how many of them each position is held, as
         pairs of a count and for how many positions in a row it holds; ``rows``: rows of a KV head
-        in each layer.
+        in each layer that has any.
     """
     seq = next((seq for seq in run.active if seq.id == number), None)
     if seq is None:
         return None
     cache, slot = run.cache, seq.slot
-    rows = [int(num) for num in cache.rows[:, slot]]
-    heads = [layer.held(slot, layer.arena.positions) for layer in cache.layers]
+    rows = [int(cache.rows[layer.index, slot]) for layer in cache.layers_with_rows]
+    heads = [layer.held(slot, layer.arena.positions) for layer in cache.layers_with_rows]
     return _counted(heads, rows, int(cache.seq_len[slot]))
 
 
@@ -101,7 +101,7 @@ def held_in_snapshot(snapshot: SequenceSnapshot) -> dict[str, Any]:
     Args:
         snapshot: The sequence.
     """
-    layers = snapshot.contents.layers
+    layers = [layer for layer in snapshot.contents.layers if len(layer.positions)]
     return _counted(
         [list(layer.positions) for layer in layers],
         [layer.rows for layer in layers],

@@ -4,14 +4,16 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from hybrids import hybrid_model
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import Running, plans_of, serving
 from tiny import shared_model
 
 from kvpolicy import Engine, Plan
+from kvpolicy.compat import has_states
 from kvpolicy.engine.requests.request import Request
-from kvpolicy.serve.kept import held_rows
+from kvpolicy.serve.kept import held_in_snapshot, held_rows
 
 WATCHED = {"kvpolicy": {"kept": True}}
 
@@ -45,6 +47,18 @@ def test_held_rows_are_those_of_a_snapshot_counted_one_by_one(
     assert spread(held) == [expected[p] for p in range(contents.seq_len)]
     assert held["of"] == sum(len(layer.positions) for layer in contents.layers)
     assert held["rows"] == [layer.rows for layer in contents.layers]
+
+
+@pytest.mark.skipif(not has_states(), reason="transformers has no cache for states")
+def test_layers_without_rows_do_not_count() -> None:
+    run = Engine(hybrid_model("lfm2"), plan=PLANS[1]).open_run()
+    number = run.submit(Request([5] * 20, 100, stop_ids=()))
+    for _ in range(8):
+        run.step()
+    held = held_rows(run, number)
+    assert held is not None
+    assert (held["of"], len(held["rows"])) == (4, 2), "two of four layers, with two heads each"
+    assert held == held_in_snapshot(run.snapshot(number))
 
 
 def test_a_request_without_a_slot_holds_nothing() -> None:

@@ -43,6 +43,7 @@ def retention_by_hand(
     *,
     weight: float,
     distance: int,
+    cache: DynamicCache | None = None,
 ) -> dict[tuple[Any, ...], Tally]:
     """Tallies of all queries of an answer from some position on.
 
@@ -55,6 +56,7 @@ def retention_by_hand(
         first: Position of the first query that counts.
         weight: The least weight of a strong look-back.
         distance: How many tokens it goes back at least.
+        cache: An empty cache that keeps rows outside of windows; ``None``: of layers with rows.
 
     Returns:
         By ``()``, ``("layer", LAYER)``, ``("head", LAYER, HEAD)`` and ``("distance", LEAST)``,
@@ -62,11 +64,17 @@ def retention_by_hand(
     """
     ids = torch.tensor([[*prompt, *answer[:-1]]])
     with torch.inference_mode():  # a cache without a configuration keeps rows outside of windows
-        seen = model(ids, output_attentions=True, **cache_argument(DynamicCache()))
+        new = DynamicCache() if cache is None else cache
+        seen = model(ids, output_attentions=True, **cache_argument(new))
     found: dict[tuple[Any, ...], Tally] = defaultdict(Tally)
-    for layer, attentions in enumerate(seen.attentions):
+    rows = {
+        layer: one.values
+        for layer, one in enumerate(cache_in(seen).layers)
+        if getattr(one, "values", None) is not None
+    }
+    for (layer, held_values), attentions in zip(rows.items(), seen.attentions, strict=True):
         weights = attentions[0].double().numpy()
-        values = cache_in(seen).layers[layer].values[0].double().numpy()
+        values = held_values[0].double().numpy()
         for head in range(len(weights)):
             kv_head = head // (len(weights) // len(values))
             for query in range(max(first, len(prompt)), ids.shape[1]):

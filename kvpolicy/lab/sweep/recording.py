@@ -58,7 +58,7 @@ class KeptRows:
         num_prompt: Tokens of the prompt.
         tokens: Text of each token of the prompt and the answer, special tokens included. The
             last token of an answer never enters the cache. Empty if the request was refused.
-        layers: All decoder layers, also those that were never compacted.
+        layers: All decoder layers with rows, also those that were never compacted.
     """
 
     num_prompt: int
@@ -151,11 +151,12 @@ class KeptRowsRecorder:
         self.requests = frozenset(requests) & frozenset(range(len(run.requests)))
         self._run = run
         self._errors = run.engine.errors
-        self._shapes = run.engine.adapter.layer_shapes()
+        shapes = enumerate(run.engine.adapter.layer_shapes())
+        self._shapes = {index: shape for index, shape in shapes if shape.has_rows}
         self._recorded: dict[int, _SequenceRecord] = {}
         for sequence in run.waiting:
             if sequence.id in self.requests:
-                layers = [_LayerRecord(shape.num_kv_heads) for shape in self._shapes]
+                layers = {i: _LayerRecord(one.num_kv_heads) for i, one in self._shapes.items()}
                 self._recorded[sequence.id] = _SequenceRecord(sequence, layers)
 
     def pop(self, result: Result) -> KeptRows:
@@ -175,8 +176,10 @@ class KeptRowsRecorder:
             else texts_in_context(tokenizer, ids)
         )
         layers = [
-            KeptLayer(idx, shape.sliding_window, layer.at, layer.padded(len(ids)).tolist())
-            for idx, (shape, layer) in enumerate(zip(self._shapes, recorded.layers, strict=True))
+            KeptLayer(
+                index, self._shapes[index].sliding_window, one.at, one.padded(len(ids)).tolist()
+            )
+            for index, one in recorded.layers.items()
         ]
         return KeptRows(len(sequence.prompt), texts, layers)
 
@@ -207,7 +210,7 @@ class KeptRowsRecorder:
 @attrs.frozen
 class _SequenceRecord:
     sequence: Sequence
-    layers: "list[_LayerRecord]"
+    layers: "dict[int, _LayerRecord]"
 
 
 class _LayerRecord:

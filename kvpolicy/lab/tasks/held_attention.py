@@ -82,28 +82,28 @@ class HeldAttention:
         if held is None or result.finish_reason == "error":
             return EvalOutcome(result)
         full = self._full.take(result.id)
-        end = full.layers[0].last + 1
+        end = next(iter(full.layers.values())).last + 1
         begin = result.prompt_len if held.first == _NEVER else max(held.first, result.prompt_len)
         if begin >= end:
             return EvalOutcome(result)
-        layers = [
-            held_shares(
+        layers = {
+            index: held_shares(
                 one.queries(begin),
                 begin,
-                one.rows(_padded(gone_at, end)),
+                one.rows(_padded(held.gone_at[index], end)),
                 self._look_back,
             )
-            for one, gone_at in zip(full.layers, held.gone_at, strict=True)
-        ]
+            for index, one in full.layers.items()
+        }
         heads = (
-            torch.cat([getattr(one, name) for one in layers], dim=-1)
+            torch.cat([getattr(one, name) for one in layers.values()], dim=-1)
             for name in ("retained", "errors", "look_backs")
         )
         values = _values(*heads) | {MATCH: fmean(matches)}
         return EvalOutcome(result, values=values, breakdowns=_breakdowns(layers))
 
     def _sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
-        layers, tokens = self.run.cache.layers, []
+        layers, tokens = self.run.cache.layers_with_rows, []
         for seq, ours in zip(sequences, logits.argmax(dim=-1).tolist(), strict=True):
             self._held.setdefault(seq.id, _HeldRows(layers)).note(self.run, seq)
             token, likeliest = self._full.token(seq.id, len(seq.tokens))
@@ -122,21 +122,21 @@ def _look_backs(held: float, num: float) -> dict[str, float]:
     return {LOOK_BACKS: num} | ({LOOK_BACKS_HELD: held / num} if num else {})
 
 
-def _breakdowns(layers: abc.Sequence[HeldShares]) -> dict[str, Breakdown]:
+def _breakdowns(layers: abc.Mapping[int, HeldShares]) -> dict[str, Breakdown]:
     """The same by layer, by query head of each layer, and by distance."""
     by_layer = {
-        index: _values(one.retained, one.errors, one.look_backs) for index, one in enumerate(layers)
+        index: _values(one.retained, one.errors, one.look_backs) for index, one in layers.items()
     }
-    digits = [len(str(most - 1)) for most in (len(layers), max(map(_num_heads, layers)))]
+    digits = [len(str(most)) for most in (max(layers), max(map(_num_heads, layers.values())) - 1)]
     by_head = {
         f"L{index:0{digits[0]}}H{head:0{digits[1]}}": _values(
             one.retained[head], one.errors[head], one.look_backs[:, head, None]
         )
-        for index, one in enumerate(layers)
+        for index, one in layers.items()
         for head in range(_num_heads(one))
     }
-    attention = torch.stack([one.attention for one in layers]).mean(dim=0)
-    far = torch.stack([one.far for one in layers]).sum(dim=0)
+    attention = torch.stack([one.attention for one in layers.values()]).mean(dim=0)
+    far = torch.stack([one.far for one in layers.values()]).sum(dim=0)
     groups: tuple[int | str, ...] = (*DISTANCES, SINKS)
     by_distance = {
         name: {RETAINED: held / share, ATTENTION: share} | _look_backs(*far[:, group].tolist())
@@ -209,14 +209,14 @@ class _FullSequence:
         tokens: Its tokens so far, each with the likeliest in its place.
         num_noted: Tokens whose rows are noted in layers whose window slides.
         noted: Keys and values of these rows, by layer, oldest first.
-        layers: What it has left, once it has ended.
+        layers: What it has left in each layer with rows, by its number, once it has ended.
         failed: Whether it has ended with an error.
     """
 
     tokens: list[tuple[int, int]] = attrs.field(factory=list)
     num_noted: int = 0
     noted: dict[int, list[_KeysAndValues]] = attrs.field(factory=lambda: defaultdict(list))
-    layers: abc.Sequence[_FullLayer] = ()
+    layers: abc.Mapping[int, _FullLayer] = attrs.field(factory=dict)
     failed: bool = False
 
 
@@ -298,8 +298,9 @@ class FullRun:
             ours.failed = True
             return
         contents = result.snapshot.contents
-        layers = []
-        for layer, held in zip(self._run.cache.layers, contents.layers, strict=True):
+        layers = {}
+        for layer in self._run.cache.layers_with_rows:
+            held = contents.layers[layer.index]
             noted = ours.noted.pop(layer.index, [])
             num_new = min(
                 contents.seq_len - ours.num_noted if noted else held.num_rows, held.num_rows
@@ -310,7 +311,7 @@ class FullRun:
             keys, values = (torch.cat(one, dim=1) for one in zip(*pieces, strict=True))
             assert held.window is not None, "a policy reads queries"
             last, window = contents.seq_len - 1, layer.shape.sliding_window
-            layers.append(_FullLayer(keys, values, last, held.window, layer.softmax, window))
+            layers[layer.index] = _FullLayer(keys, values, last, held.window, layer.softmax, window)
         ours.layers = layers
 
 
@@ -319,27 +320,29 @@ class _HeldRows:
 
     Attributes:
         first: Position of the first query after a compaction; `_NEVER` before.
-        gone_at: For each layer, the position of the first query that does not see the row of a
-            token, ``[H_kv, T]``; `_NEVER` for rows that are held.
+        gone_at: For each layer with rows, by its number, the position of the first query that
+            does not see the row of a token, ``[H_kv, T]``; `_NEVER` for rows that are held.
     """
 
     def __init__(self, layers: abc.Sequence[LayerCache]) -> None:
         self.first = _NEVER
-        self.gone_at = [
-            torch.empty(layer.shape.num_kv_heads, 0, dtype=torch.int64, device=layer.shape.device)
+        self.gone_at = {
+            layer.index: torch.empty(
+                layer.shape.num_kv_heads, 0, dtype=torch.int64, device=layer.shape.device
+            )
             for layer in layers
-        ]
-        self._compacted_at = [0] * len(layers)
+        }
+        self._compacted_at = dict.fromkeys(self.gone_at, 0)
 
     def note(self, run: Run, seq: Sequence) -> None:
         """Note the rows that the newest query of a sequence has seen."""
         newest = seq.num_tokens - 1
-        compacted_at = run.cache.compacted_at[:, seq.slot].tolist()
-        for index, (now, before) in enumerate(zip(compacted_at, self._compacted_at, strict=True)):
+        for index, before in self._compacted_at.items():
+            now = int(run.cache.compacted_at[index, seq.slot])
             if now != before:
+                self._compacted_at[index] = now
                 self.first = min(self.first, newest)
                 self._note_layer(index, run.cache, seq.slot, newest)
-        self._compacted_at = compacted_at
 
     def _note_layer(self, index: int, cache: KVCache, slot: int, newest: int) -> None:
         layer, num_counted = cache.layers[index], int(cache.seq_len[slot])

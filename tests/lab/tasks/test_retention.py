@@ -3,12 +3,15 @@
 from typing import Any
 
 import pytest
+from hybrids import hybrid_model
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_attention import retention_by_hand
 from tiny import shared_model, tiny_model, tiny_tokenizer
+from transformers import DynamicCache
 
 from kvpolicy import Engine, Plan
+from kvpolicy.compat import has_states
 from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.engine.tracing import recording
 from kvpolicy.lab.tasks import held_shares as source
@@ -61,7 +64,9 @@ def parts_of(found: EvalOutcome, facet: str) -> dict[int | str, dict[str, float]
     return {part: breakdown.values_of(i) for i, part in enumerate(breakdown.parts)}
 
 
-def check(found: EvalOutcome, plan: Plan, model: Any, eager: Any, prompt: str) -> None:
+def check(
+    found: EvalOutcome, plan: Plan, model: Any, eager: Any, prompt: str, cache: Any = None
+) -> None:
     """Compare an outcome and its parts with loops."""
     gone, first = rows_gone(plan, model, prompt, found.result.tokens)
     ids = TOKENIZER(prompt)["input_ids"]
@@ -73,6 +78,7 @@ def check(found: EvalOutcome, plan: Plan, model: Any, eager: Any, prompt: str) -
         first,
         weight=LOOK_BACK.weight,
         distance=LOOK_BACK.distance,
+        cache=cache,
     )
     values = dict(found.values)
     assert 0 <= values.pop(MATCH) <= 1
@@ -157,6 +163,15 @@ def test_layers_with_a_sliding_window_are_compared_within_it(name: str) -> None:
             check(found, plan, model, eager, long)
         else:
             assert (found.values[ERROR], found.values[RETAINED]) == (0.0, 1.0)
+
+
+@pytest.mark.skipif(not has_states(), reason="transformers has no cache for states")
+def test_layers_without_attention_have_no_part() -> None:
+    model = hybrid_model("lfm2")
+    (found,) = measured(PLANS["h2o"], PROMPTS[1:2], model=model)
+    cache = DynamicCache(config=model.config)
+    check(found, PLANS["h2o"], model, model, PROMPTS[1], cache)
+    assert [*parts_of(found, "layer")] == [1, 3]
 
 
 def test_queries_of_eager_decode_steps_are_those_of_their_own_tokens() -> None:

@@ -20,6 +20,7 @@ export function plans(group) {
 }
 
 function budget(layer, most) {
+  if (!layer.stack.length) return "no rows";
   if (layer.budget === null) return "all";
   const meter = most ? h("meter", { min: 0, max: most, value: layer.budget, "aria-hidden": "true" }) : null;
   return [meter, ` ${number(layer.budget)}`];
