@@ -23,16 +23,16 @@ from kvpolicy.errors import KVPolicyError, ModelError, error_summary
 from kvpolicy.model.annotating import annotate_stored_rows, input_hook
 from kvpolicy.model.attention import attention_function
 from kvpolicy.model.config import (
-    attention_module,
     check_loaded,
     check_runs,
-    decoder_layers,
+    counts_positions,
     has_state_layers,
     layer_shape,
     row_sources,
     sliding_windows,
     stop_ids,
 )
+from kvpolicy.model.decoder import attention_module, decoder_layers, decoder_of, kv_group
 from kvpolicy.model.fingerprint import ModelFingerprint
 from kvpolicy.model.forward_input import Annotating, ForwardInput, under_way
 from kvpolicy.model.latent import (
@@ -134,6 +134,7 @@ class ModelAdapter:
         self._windows = sliding_windows(config)
         self._latents = latent_modules(model)
         self._sources = row_sources(config)
+        self._groups = list(map(kv_group, decoder_layers(model)))
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.max_positions = max_positions(config)
@@ -211,6 +212,7 @@ class ModelAdapter:
         check_loaded(self.model)
         try:
             cache, prefilled, decoded = self._run_both_ways(static=static)
+            self._check_positions()
         except KVPolicyError:
             raise
         except Exception as error:  # whatever code of the model may raise
@@ -258,6 +260,7 @@ class ModelAdapter:
                 device,
                 window,
                 shards,
+                group=self._groups[index],
                 latent=index in self._latents,
                 states=states,
                 num_readers=sources.count(index),
@@ -370,12 +373,20 @@ class ModelAdapter:
             given.logits = output.logits
         return output.logits[:, -1], given.states
 
-    def _run_eagerly(self, twin: PreTrainedModel, step: EagerStep, given: ForwardInput) -> Any:
+    def _run_eagerly(
+        self,
+        twin: PreTrainedModel,
+        step: EagerStep,
+        given: ForwardInput,
+        *,
+        gives_positions: bool = True,
+    ) -> Any:
         """What the model gives for the new tokens of a step, whose rows it has stored."""
+        positions = torch.from_numpy(step.position_ids).to(self.device) if gives_positions else None
         with torch.inference_mode(), under_way(given):
             output = self._called(twin)(
                 input_ids=given.token_ids.to(self.device),
-                position_ids=torch.from_numpy(step.position_ids).to(self.device),
+                position_ids=positions,
                 use_cache=True,
                 logits_to_keep=0 if given.wants_logits else self._newest_only(step.width),
                 kvpolicy_forward=given,
@@ -430,7 +441,7 @@ class ModelAdapter:
             copied = copies.hookable(rotary)
             vars(copied)["forward"] = by_sequence(copied)
         if self._reads_states:
-            decoder = copies.hookable(self.model.get_decoder())
+            decoder = copies.hookable(decoder_of(self.model))
             decoder.register_forward_hook(_receive_states, with_kwargs=True)
         for module in self._latents.values():
             store_latents(copies, module)
@@ -479,6 +490,30 @@ class ModelAdapter:
         self.forward(ForwardInput(tokens, step, annotating=annotating))
         step.commit()
         return cache
+
+    def _check_positions(self) -> None:
+        """Compare the positions that we give with those that a model counts in `generate`.
+
+        Raises:
+            ModelError: If they are others.
+        """
+        if not counts_positions(self.model):
+            return
+        shapes, tokens = self.layer_shapes(), torch.full((1, _CHECKED_TOKENS), self._any_token)
+        cache = KVCache(shapes, [Slab(_CHECKED_TOKENS)] * len(shapes), 1)
+        logits = []
+        for gives_positions in (True, False):
+            step = EagerStep(cache, [0], [_CHECKED_TOKENS])
+            given, twin = ForwardInput(tokens, step), self._twin.current()
+            output = self._run_eagerly(twin, step, given, gives_positions=gives_positions)
+            step.discard()
+            logits.append(output.logits[0, -1])
+        if not _are_close(*logits):
+            msg = (
+                f"model {type(self.model).__name__} cannot be run: its generate gives it no "
+                "positions of tokens, and it counts them in another way than from 0"
+            )
+            raise ModelError(msg)
 
     def _run_both_ways(self, *, static: bool) -> tuple[KVCache, Tensor, Tensor]:
         """Prefill prompts of three tokens and one, and decode one more token of each.
@@ -574,7 +609,13 @@ def _receive_states(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     """Note what the decoder passes to the head: ``[B, L, M]``, after the final norm."""
     given: ForwardInput = kwargs["kvpolicy_forward"]
     if given.wants_states:
-        given.states = output.last_hidden_state
+        given.states = getattr(output, "last_hidden_state", None)
+        if given.states is None:
+            msg = (
+                "the model cannot be run with policies that read hidden states: its decoder gives "
+                "none after its last layer"
+            )
+            raise ModelError(msg)
 
 
 class StepCache(Cache):
@@ -599,7 +640,7 @@ class StepCache(Cache):
                 heads, width = states.shape[1::2]
                 msg = (
                     f"the model cannot be run: it stores {heads} heads of size {width} in layer "
-                    f"{layer_idx}; its configuration says {expected[0]} of size {expected[1]}"
+                    f"{layer_idx}, where {expected[0]} of size {expected[1]} are expected"
                 )
                 raise ModelError(msg)
             # Autocast may compute in half precision what is stored in full.

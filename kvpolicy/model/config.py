@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from kvpolicy.cache.shape import LayerShape, StateShape
 from kvpolicy.compat import has_states, layer_configs
@@ -77,6 +77,7 @@ def layer_shape(
     sliding_window: int | None = None,
     num_shards: int = 1,
     *,
+    group: int | None = None,
     latent: bool = False,
     states: tuple[StateShape, ...] = (),
     num_readers: int = 1,
@@ -89,12 +90,15 @@ def layer_shape(
         device: Device of keys and values.
         sliding_window: Tokens that a query sees; ``None`` for all.
         num_shards: Processes that share its heads.
+        group: Query heads of a KV head; ``None``: the configuration says it.
         latent: Whether it stores latents, as rows of one head, see `kvpolicy.model.latent`.
         states: Its states of fixed size.
         num_readers: Layers that attend to its rows.
     """
     num_heads: int = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    if group is not None:
+        num_kv_heads = num_heads // group
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     value_dim = getattr(config, "v_head_dim", None) or head_dim
     if latent:
@@ -170,36 +174,18 @@ def hiding_window(window: int | None, config: Any) -> int | None:
     return None if window >= max_positions(config) else window
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a model's decoder; raises `ModelError` if it has no list of layers."""
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        msg = f"model {type(model).__name__} cannot be run: it has no list of decoder layers"
-        raise ModelError(msg)
-    return layers
-
-
-def attention_module(model: PreTrainedModel, layer_idx: int) -> nn.Module:
-    """The module that computes the attention of a layer.
-
-    Raises:
-        ModelError: If it cannot be told from the others.
-    """
-    layer = decoder_layers(model)[layer_idx]
-    found = [
-        module
-        for module in layer.modules()
-        if module is not layer and getattr(module, "layer_idx", None) == layer_idx
-    ]
-    # A layer may number more of its modules; attention is the one that knows the model.
-    found = [module for module in found if hasattr(module, "config")]
-    if len(found) != 1:
-        msg = (
-            f"model {type(model).__name__} cannot be run with policies that read its attention: "
-            f"layer {layer_idx} has {len(found)} modules that may be its attention"
-        )
-        raise ModelError(msg)
-    return found[0]
+def counts_positions(model: PreTrainedModel) -> bool:
+    """Whether `generate` gives a model no positions of tokens, so that it counts them itself."""
+    prepare = getattr(type(model), "prepare_inputs_for_generation", None)
+    if prepare in (None, GenerationMixin.prepare_inputs_for_generation):
+        return False
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    given = {"attention_mask": torch.ones_like(ids), "position_ids": torch.arange(2)[None]}
+    try:
+        found = prepare(model, ids, **given, use_cache=True, is_first_iteration=True)
+    except Exception:  # it wants more than text; how it runs is seen in a forward
+        return False
+    return found.get("position_ids") is None
 
 
 def check_loaded(model: PreTrainedModel) -> None:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from kvpolicy.compat import cache_argument, cache_in
 from kvpolicy.errors import ModelError
 from kvpolicy.model.attention import attention_function
-from kvpolicy.model.config import decoder_layers
+from kvpolicy.model.decoder import decoder_layers
 from kvpolicy.model.twin import Copies
 
 #: Name of `latent_attention` in transformers' ``AttentionInterface``.

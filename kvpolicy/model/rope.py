@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy.errors import ModelError
+from kvpolicy.model.decoder import decoder_of
 from kvpolicy.model.rope_types import depends_on_length, rope_types
 
 # Position of the token with which a rotation is tested, and how far it is moved.
@@ -106,7 +107,7 @@ def _refusal(model: Any, reason: str) -> ModelError:
 
 
 def _rotary_embedding(model: Any) -> Any:
-    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    rotary = getattr(decoder_of(model), "rotary_emb", None)
     if rotary is None or not hasattr(_modelling_file(model), "apply_rotary_pos_emb"):
         raise _refusal(model, "it has no rotary embedding")
     if depends_on_length(rotary):
@@ -116,7 +117,7 @@ def _rotary_embedding(model: Any) -> Any:
 
 
 def _modelling_file(model: Any) -> Any:
-    return sys.modules[type(model.get_decoder()).__module__]
+    return sys.modules[type(decoder_of(model)).__module__]
 
 
 def _candidates(
@@ -152,7 +153,7 @@ def _rotate(
 
 def rotary_scale(model: PreTrainedModel, layer_idx: int) -> float:
     """What a model's rotary embedding multiplies with at every position, beside rotating."""
-    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    rotary = getattr(decoder_of(model), "rotary_emb", None)
     return 1.0 if rotary is None else _scale(rotary, _options(model, rotary, layer_idx))
 
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.cache.eager_step import EagerStep
 from kvpolicy.errors import ModelError
+from kvpolicy.model.decoder import decoder_of
 from kvpolicy.model.forward_input import forward_under_way
 
 _FIXED = {"default", "linear", "llama3", "ntk_alpha", "proportional", "yarn"}
@@ -46,7 +47,7 @@ def check_rope(model: PreTrainedModel) -> None:
     Raises:
         ModelError: If one is not: its frequencies might depend on other sequences.
     """
-    types = {one for module in model.get_decoder().modules() for one in rope_types(module)}
+    types = {one for module in decoder_of(model).modules() for one in rope_types(module)}
     unknown = types - _FIXED - _BY_LENGTH
     if unknown:
         msg = (

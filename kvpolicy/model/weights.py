@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.cache.shape import LayerShape, Rotate
 from kvpolicy.errors import ModelError
-from kvpolicy.model.config import attention_module
+from kvpolicy.model.decoder import attention_module
 from kvpolicy.model.packed import PackedLinear
 from kvpolicy.model.rope import rotary_scale
 from kvpolicy.model.wrappers import has_adapters, uncompiled

@@ -15,7 +15,7 @@ from kvpolicy import Engine, Plan, PolicyCache, hookimpl, packed_model
 from kvpolicy.compat import cache_argument
 from kvpolicy.errors import HookError, HookResultError, ModelError
 from kvpolicy.model.adapter import ModelAdapter
-from kvpolicy.model.config import attention_module
+from kvpolicy.model.decoder import attention_module
 from kvpolicy.state import Bound, LayerWeights
 from kvpolicy.testing import check_policy, keep_rows
 

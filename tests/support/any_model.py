@@ -116,6 +116,7 @@ _TEXT = {
     "hidden_dropout": 0.0,
     "dropout": 0.0,
     "initializer_range": 0.4,
+    "is_decoder": True,
 }
 
 # Of what sees or hears.
@@ -229,6 +230,9 @@ NEEDS: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_text": _MROPE,
     "qwen2_5_vl_text": _MROPE,
     "qwen2_vl_text": _MROPE,
+    # Their masks have no window, or their attention is not told of it; checkpoints have none.
+    "phimoe": {"sliding_window": None},
+    "qwen3_vl_moe_text": {"sliding_window": None},
     "qwen4_exp_text": {
         "layer_types": ["linear_attention", "indexed_attention"] * 2,
         "num_hidden_layers": 4,

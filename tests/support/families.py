@@ -34,10 +34,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "t5": ({}, "encoder-decoder"),
     "mamba": ({"num_hidden_layers": 1}, "attention heads"),
     "llama4_text": ({}, "chunked_attention"),
-    "gpt2": ({"n_embd": 32, "n_layer": 1, "n_head": 4}, "decoder layers"),
+    "gptj": (
+        {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4},
+        "0 of its 1 layers use the cache and the attention",
+    ),
+    "gpt_neo": (
+        {"attention_types": [[["global"], 1]], "num_layers": 1, "num_heads": 4},
+        "no list of decoder layers",
+    ),
     "stablelm": ({}, "arguments"),
     "nemotron": ({}, "arguments|0 of its 2 layers use the cache"),
-    "jetmoe": ({}, "key heads"),
+    "jetmoe": ({}, "stores 2 heads .* 4 .* are expected"),
     "doge": ({"keep_window_size": 4}, "masks"),
 }
 

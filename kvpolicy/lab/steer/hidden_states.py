@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvpolicy.lab.steer.thoughts import Thought
+from kvpolicy.model.decoder import decoder_layers, decoder_of
 
 _TOKENS_PER_FORWARD = 16_384  # padding included
 
@@ -56,11 +57,11 @@ def states_before_thoughts(
     Yields:
         The states of one batch of traces at a time, the shortest traces first.
     """
-    decoder = model.get_decoder()
+    decoder, layers_of = decoder_of(model), decoder_layers(model)
     inputs: dict[int, Tensor] = {}
     with ExitStack() as hooks:
         for layer in layers:
-            handle = decoder.layers[layer].register_forward_pre_hook(_recorder(inputs, layer))
+            handle = layers_of[layer].register_forward_pre_hook(_recorder(inputs, layer))
             hooks.callback(handle.remove)
         for batch in _batches(traces):
             _forward(decoder, batch, model.device)

@@ -19,7 +19,7 @@ from kvpolicy.engine.extensions.annotate import MOST_KEPT
 from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.engine.tracing import recording
 from kvpolicy.errors import HookError, HookResultError, KVPolicyError, PolicyLoadError
-from kvpolicy.model.config import attention_module
+from kvpolicy.model.decoder import attention_module
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
 from kvpolicy.state import Memory
 from kvpolicy.testing import keep_rows

@@ -1,0 +1,86 @@
+"""Where in a model its decoder, its layers and their attention are; models differ in names."""
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvpolicy.errors import ModelError
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The part of a model that gives the hidden states which its head makes logits of."""
+    start = _text_part(model)
+    if isinstance(getattr(start, "layers", None), nn.ModuleList):
+        return start
+    layers, found = decoder_layers(model), start
+    for module in start.modules():  # from the outside in
+        if isinstance(module, PreTrainedModel) and any(one is layers for one in module.modules()):
+            found = module
+    return found
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of a model's decoder: a list whose members have attention of their number.
+
+    Raises:
+        ModelError: If it has no such list, or several.
+    """
+    start = _text_part(model)
+    layers = getattr(start, "layers", None)
+    if isinstance(layers, nn.ModuleList):
+        return layers
+    found = [
+        one
+        for one in start.modules()
+        if isinstance(one, nn.ModuleList)
+        and len(one) > 0
+        and all(_numbered(layer, index) for index, layer in enumerate(one))
+    ]
+    if len(found) != 1:
+        which = "no list of decoder layers" if not found else "several lists of decoder layers"
+        msg = f"model {type(model).__name__} cannot be run: it has {which}"
+        raise ModelError(msg)
+    return found[0]
+
+
+def _text_part(model: PreTrainedModel) -> nn.Module:
+    """What a model calls its decoder, or all of it: some call their head so."""
+    decoder: nn.Module = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model
+
+
+def kv_group(layer: nn.Module) -> int | None:
+    """Query heads of a KV head in a layer, as its attention says; ``None``: it does not say it.
+
+    Attention functions of transformers repeat keys so often. Configurations may not say that layers
+    differ.
+    """
+    groups = {getattr(module, "num_key_value_groups", None) for module in layer.modules()} - {None}
+    (group,) = groups if len(groups) == 1 else (None,)
+    return group if isinstance(group, int) else None
+
+
+def _numbered(layer: nn.Module, layer_idx: int) -> list[nn.Module]:
+    """The modules within a layer that bear its number."""
+    return [
+        module
+        for module in layer.modules()
+        if module is not layer and getattr(module, "layer_idx", None) == layer_idx
+    ]
+
+
+def attention_module(model: PreTrainedModel, layer_idx: int) -> nn.Module:
+    """The module that computes the attention of a layer.
+
+    Raises:
+        ModelError: If it cannot be told from the others.
+    """
+    found = _numbered(decoder_layers(model)[layer_idx], layer_idx)
+    # A layer may number more of its modules; attention is the one that knows the model.
+    found = [module for module in found if hasattr(module, "config")]
+    if len(found) != 1:
+        msg = (
+            f"model {type(model).__name__} cannot be run with policies that read its attention: "
+            f"layer {layer_idx} has {len(found)} modules that may be its attention"
+        )
+        raise ModelError(msg)
+    return found[0]
