@@ -95,6 +95,7 @@ def core_of(
         errors,
         extensions=extensions,
         make_rows=adapter.processes.layer_rows,
+        repeats=adapter.processes.num_processes == 1,
         bound=bound.bound,
     )
     core = Core(cache, evictor, extensions, timings)

@@ -63,6 +63,7 @@ class Evictor:
         *,
         extensions: Extensions | None = None,
         make_rows: MakeRows = LayerRows,
+        repeats: bool = True,
         bound: abc.Sequence[Bound] | None = None,
     ) -> None:
         """Bind what all compactions of a run share.
@@ -76,13 +77,16 @@ class Evictor:
             extensions: Are told of evictions, and supply arguments of hooks; ``None``: there are
                 none.
             make_rows: Makes the rows that hooks see.
+            repeats: Whether layers that were asked about together are asked about one by one if
+                that fails. Where processes share a model, it may have failed in one of them, and
+                the others would not take part.
             bound: What policies have made of the weights of each layer; ``None``: nothing.
         """
         self.num_compactions = 0
         self._cache, self._layers, self._stacks = cache, layers, stacks
         self._timings, self._errors = timings, errors
         self._extensions = extensions or Extensions()
-        self._make_rows = make_rows
+        self._make_rows, self._repeats = make_rows, repeats
         self._bound = bound or [Bound()] * len(cache.layers)
         on_cpu = all(arena.shape.device.type == "cpu" for arena in cache.arenas)
         self.call_bytes = _CPU_CALL_BYTES if on_cpu else _GPU_CALL_BYTES
@@ -355,6 +359,8 @@ class Evictor:
         try:
             keep = self._choose(one)
         except HookError:
+            if not self._repeats:
+                raise
             self._undo(one, tracks)
             return False
         if not due[0].stack.implements("evict"):
