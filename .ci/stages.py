@@ -569,7 +569,8 @@ class Checks:
         tests = ["tests"] if FULL else [f"tests/{name}" for name in WITHOUT_REASONER]
         if not FULL:  # a new test may lack its marker
             tests += [test for test in self._few_touched() if "::" not in test]
-        gate.pytest(*self._pytest(bin_, *QUICK), tests=tests, cwd=self._away())
+        options = (*QUICK, "--ignore=tests/repo")  # which is about the sources
+        gate.pytest(*self._pytest(bin_, *options), tests=tests, cwd=self._away())
 
 
 GPU_SOFTWARE = (

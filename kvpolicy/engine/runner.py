@@ -17,6 +17,7 @@ from kvpolicy.engine.step import Drawn, Output, Step
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.forward_input import ForwardInput, under_way
 from kvpolicy.model.graphs import GraphRunner
+from kvpolicy.model.recorded import RecordedSteps
 from kvpolicy.model.static_forward import Compiled, StaticForward, static_forward
 
 
@@ -29,6 +30,7 @@ class Runner:
         static: The static decode step of the cache; ``None``: decode steps run eagerly.
         as_it_is: Runs a static step without graphs.
         graphs: Replays static steps, on a GPU; ``None``: they run as they are.
+        recorded: Runs static steps from recordings, on a CPU; ``None``: they run as they are.
     """
 
     def __init__(
@@ -66,6 +68,9 @@ class Runner:
         self.graphs: GraphRunner | None = None
         if self._on_gpu and graph_problem is None:
             self.graphs = GraphRunner(self.as_it_is)
+        self.recorded: RecordedSteps | None = None
+        if adapter.device.type == "cpu" and compiled is None and graph_problem is None:
+            self.recorded = RecordedSteps()
 
     @property
     def is_static(self) -> bool:
@@ -76,6 +81,10 @@ class Runner:
     def path(self) -> str:
         """How static steps are run, see `RunReport`."""
         path = "static, compiled" if self._compiled else "static"
+        if self.graphs is None and self.recorded is not None:
+            if self.recorded.problem is not None:
+                return f"{path}, not recorded: {self.recorded.problem}"
+            return f"{path}, recorded" if self.recorded.num_replayed else path
         if self.graphs is None:
             return f"{path}, without graphs: {self._graph_problem}" if self._on_gpu else path
         problem, not_fused = self.graphs.problem, self.graphs.not_fused
@@ -84,6 +93,11 @@ class Runner:
         if not_fused is not None:
             return f"{path}, in graphs, not fused: {not_fused}"
         return f"{path}, fused, in graphs" if self.graphs.fused else f"{path}, in graphs"
+
+    @property
+    def _way(self) -> StaticForward:
+        """Runs static steps that need no Python but the model's."""
+        return self.graphs or self.recorded or self.as_it_is
 
     def run(self, step: Step) -> Output:
         """Compute the new tokens of a step; their rows are provisional until `commit`."""
@@ -153,7 +167,7 @@ class Runner:
             static,
             step.steer,
             step.wants_states,
-            run=self.as_it_is if self.graphs is None or step.runs_python else self.graphs,
+            run=self.as_it_is if step.runs_python else self._way,
             draws=step.draws,
             annotating=step.annotating,
         )
@@ -167,8 +181,10 @@ class Runner:
         else:
             logits, states = self._answer = self._adapter.forward(given)
         if step.error is not None:
-            if self.graphs is not None:  # what was captured lacks the work that has failed
-                self.graphs.forget()
+            # What was captured or recorded lacks the work that has failed.
+            for one in (self.graphs, self.recorded):
+                if one is not None:
+                    one.forget()
             return Output(logits, states, None, static)
         for show in step.on_drawn if step.draws else ():
             show(step.sequences, logits, static.newest_tokens)

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvpolicy.devices import HAS_NUMBA
 from kvpolicy.errors import error_summary
 from kvpolicy.extras import install_extra
+from kvpolicy.opaque import call_opaque
 
 #: Form of the weights of linear layers: that of torch, or one of `FORMS`.
 CpuWeights = Literal["plain", "packed", "bf16", "int8"]
@@ -160,14 +161,14 @@ class Int8(Weights):
 
         if is_forked():
             return self._multiply_many(rows)
-        products = torch.empty(len(rows), len(self._scales))
-        take_threads()
-        multiply(
-            rows.float().contiguous().numpy(),
-            self._integers.numpy(),
-            self._scales.numpy(),
-            products.numpy(),
-        )
+
+        def in_numba(rows: Tensor) -> Tensor:
+            products = torch.empty(len(rows), len(self._scales))
+            take_threads()
+            multiply(rows.numpy(), self._integers.numpy(), self._scales.numpy(), products.numpy())
+            return products
+
+        products: Tensor = call_opaque(in_numba, rows.float().contiguous())
         return products
 
     def _multiply_many(self, rows: Tensor) -> Tensor:

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 from shell import Shell
 
 
+@pytest.mark.needs_reasoner
 def test_plan_check_run_and_ablate_tell_it(kvpolicy: Shell, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text('stack = ["h2o", "adakv"]\nbudget = 16\n', encoding="utf-8")

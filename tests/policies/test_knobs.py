@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from kvpolicy import installed_policies, load_policy
 from kvpolicy.errors import KnobError
 
@@ -135,6 +137,7 @@ def problem(policy: str, knobs: dict[str, object]) -> str | None:
     return f"{case} is accepted"
 
 
+@pytest.mark.needs_reasoner
 def test_wrong_knobs_are_refused_and_named() -> None:
     cases = [
         (policy, {knob: value})

@@ -120,6 +120,7 @@ def test_a_layer_behind_one_that_mixes_no_tokens_is_not_sensitive() -> None:
     assert min(found[2:]) > 1e-4
 
 
+@pytest.mark.needs_reasoner
 def test_a_plan_divides_its_budget_by_the_bundled_table() -> None:
     model, _ = load_model("reasoner")
     values = load_layer_table("reasoner").values
@@ -154,6 +155,7 @@ def test_the_hash_of_the_table_is_in_the_plan(tmp_path: Path) -> None:
         LayerSensitivity(table=named)
 
 
+@pytest.mark.needs_reasoner
 def test_a_table_of_another_model_is_refused_with_both_depths(tmp_path: Path) -> None:
     model, _ = load_model("reasoner")
     plan = Plan.uniform(

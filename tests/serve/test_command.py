@@ -187,6 +187,7 @@ def test_a_port_that_is_taken_is_found_before_the_model_is_loaded(kvpolicy: Shel
     assert f"port {port}" in sentence
 
 
+@pytest.mark.needs_reasoner
 def test_without_the_extra_the_command_names_it(
     kvpolicy: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

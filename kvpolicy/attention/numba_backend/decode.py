@@ -22,6 +22,7 @@ from kvpolicy.attention.integers import group_size
 from kvpolicy.attention.numba_backend.lanes import (
     LANES,
     WIDE,
+    fetch,
     larger,
     plus_product,
     read,
@@ -33,6 +34,7 @@ from kvpolicy.attention.numba_backend.lanes import (
 from kvpolicy.attention.numba_backend.rows import numbers, store
 from kvpolicy.attention.torch_backend.decode import drop_oldest, store_and_attend
 from kvpolicy.numba_common import FASTMATH, is_forked, start_threads, take_threads
+from kvpolicy.opaque import call_opaque
 
 start_threads()
 
@@ -42,6 +44,7 @@ _NO_BOUNDS = np.empty((0, 0), dtype=np.int64)
 _NO_SINKS = np.empty(0, dtype=np.float32)
 
 _PART = 256  # rows of a task at most: enough tasks for all threads, and each is worth its start
+_AHEAD = 32  # rows that the processor is told of before they are read
 _BLOCK = 32  # rows that become numbers at once, which stay in the first cache
 
 
@@ -80,6 +83,8 @@ def _dots(query, rows, first, logits):
     for row in range(0, num_rows, 4):
         second, third = min(row + 1, num_rows - 1), min(row + 2, num_rows - 1)
         fourth = min(row + 3, num_rows - 1)
+        for i in range(0, 4 * dim, LANES):
+            fetch(rows, row + _AHEAD, i)
         for member in range(members):
             a = b = c = d = zeros()
             for i in range(0, wide, WIDE):
@@ -116,6 +121,8 @@ def _add(weights, rows, first, output):
             c, d = read(output, member, i + 2 * LANES), read(output, member, i + 3 * LANES)
             for row in range(num_rows):
                 weight = repeated(weights[member, first + row])
+                for part in range(i, i + (WIDE if member == 0 else 0), LANES):
+                    fetch(rows, row + _AHEAD, part)
                 a = plus_product(a, weight, read(rows, row, i))
                 b = plus_product(b, weight, read(rows, row, i + LANES))
                 c = plus_product(c, weight, read(rows, row, i + 2 * LANES))
@@ -435,6 +442,18 @@ class NumbaLayer:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Store one new row in every slot, and attend to the rows that it holds, see `Decode`."""
+        output: Tensor = call_opaque(self._attend, query, key, value, scaling, softcap, sinks)
+        return output
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
         layer, rows, head_dim = self._layer, self._rows, query.shape[2]
         if is_forked() or key.dtype != torch.float32:
             return store_and_attend(

@@ -88,6 +88,21 @@ def read(typingctx, array, row, column):
 
 
 @intrinsic
+def fetch(typingctx, array, row, column):
+    """Have the processor read a line of its cache, which is read later; a row may be too far."""
+
+    def make(context, builder, signature, args):
+        address = _at(context, builder, signature, args, ir.IntType(8))
+        kinds = [address.type, _INT, _INT, _INT]
+        kind = ir.FunctionType(ir.VoidType(), kinds)
+        call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        builder.call(call, [address, _INT(0), _INT(3), _INT(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp), make
+
+
+@intrinsic
 def write(typingctx, array, row, column, lanes):
     """Write numbers from a column on."""
 

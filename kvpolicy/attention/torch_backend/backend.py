@@ -4,6 +4,7 @@ from functools import partial
 
 from kvpolicy.attention.base import Compact, Decode, DecodeLayer
 from kvpolicy.attention.torch_backend import decode, fixed_shapes
+from kvpolicy.opaque import call_opaque
 
 
 class TorchBackend:
@@ -13,7 +14,7 @@ class TorchBackend:
 
     def bind(self, layer: DecodeLayer) -> Decode:
         """Attend to the rows that are held, which are read in each step."""
-        return partial(decode.store_and_attend, layer)
+        return partial(call_opaque, decode.store_and_attend, layer)
 
 
 class FixedShapesBackend(TorchBackend):

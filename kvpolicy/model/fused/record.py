@@ -12,10 +12,15 @@ import attrs
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_aggregate, map_arg
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from kvpolicy.opaque import witnessed
 
 _ALLOCATES = (
     "aten::empty",
@@ -86,7 +91,7 @@ class Recording:
 
 
 class Program:
-    """Runs a graph.
+    """Runs a graph, as a function of Python that is written for it.
 
     Unlike `torch.fx.GraphModule` it belongs to no circle of references, so that the tensors of a
     run are freed at its end.
@@ -98,45 +103,46 @@ class Program:
         for node in reversed(graph.nodes):
             for used in node.all_input_nodes:
                 last_use.setdefault(used, node)
-        self._tensors: dict[str, Tensor] = {}
-        self._calls: list[tuple[str, Any, Any, list[str]]] = []
-        self._output: Any = None
+        self._names: dict[str, Any] = {}
+        lines = ["def run():"]
         for node in graph.nodes:
             if node.op == "get_attr":
-                self._tensors[node.name] = tensors[str(node.target)]
+                self._names[node.name] = tensors[str(node.target)]
                 continue
-            arguments = map_arg((node.args, node.kwargs), _result_of)
             if node.op == "output":
-                self._output = arguments[0][0]
+                lines.append(f"    return {self._source(node.args[0])}")
                 continue
+            # Without the Python around an operator.
+            function = self._name(getattr(node.target, "_op", node.target))
+            arguments = [self._source(one) for one in node.args]
+            arguments += [f"{name}={self._source(one)}" for name, one in node.kwargs.items()]
+            lines.append(f"    {node.name} = {function}({', '.join(arguments)})")
             done = [used.name for used in node.all_input_nodes if last_use[used] is node]
-            unused = [] if node.users else [node.name]
-            self._calls.append((node.name, node.target, arguments, done + unused))
+            done = [name for name in done if name not in self._names]
+            done += [] if node.users else [node.name]
+            if done:
+                lines.append(f"    del {', '.join(done)}")
+        exec("\n".join(lines), self._names)
+        self._run: Callable[[], Any] = self._names.pop("run")
 
     def __call__(self) -> Any:
         """Run it; returns what the function that was recorded returns."""
-        results: dict[str, Any] = {**self._tensors}
+        return self._run()
 
-        def found(value: Any) -> Any:
-            return results[value.name] if isinstance(value, _Result) else value
+    def _source(self, value: Any) -> str:
+        """A value in Python."""
+        if isinstance(value, Node):
+            return value.name
+        if isinstance(value, (tuple, list)):
+            parts = "".join(f"{self._source(one)}, " for one in value)
+            return f"[{parts}]" if isinstance(value, list) else f"({parts})"
+        return self._name(value)
 
-        for name, target, arguments, done in self._calls:
-            args, kwargs = map_aggregate(arguments, found)
-            results[name] = target(*args, **kwargs)
-            for one in done:
-                del results[one]
-        return map_aggregate(self._output, found)
-
-
-@attrs.frozen
-class _Result:
-    """Stands for the result of a node."""
-
-    name: str
-
-
-def _result_of(node: Node) -> Any:
-    return _Result(node.name)
+    def _name(self, value: Any) -> str:
+        """A name for a value that is known beforehand."""
+        name = f"_{len(self._names)}"
+        self._names[name] = value
+        return name
 
 
 def record(run: Callable[[], Any]) -> Recording:
@@ -149,7 +155,7 @@ def record(run: Callable[[], Any]) -> Recording:
         NotRecordableError: It reads one, or computes by other means than operators of torch.
     """
     recorder = _Recorder()
-    with recorder:
+    with recorder, witnessed(recorder.opaque):
         output = run()
     recorder.graph.output(tree_map(recorder.node_of, output))
     return Recording(recorder.graph, recorder.tensors, output)
@@ -198,6 +204,18 @@ class _Recorder(TorchDispatchMode):
         elif isinstance(result, (tuple, list)):
             for index, part in enumerate(result):
                 self._know(part, self.graph.call_function(getitem, (node, index)))
+        return result
+
+    def opaque(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a function that torch is not told of, which gives a tensor, as one operator."""
+        if _get_current_dispatch_mode() is not self:  # within an operator, which is recorded
+            return function(*args, **kwargs)
+        with _disable_current_modes():
+            result = function(*args, **kwargs)
+        given = tree_map(self.node_of, args), tree_map(self.node_of, kwargs)
+        self._know(result, self.graph.call_function(function, *given))
         return result
 
     def _know(self, tensor: Tensor, node: Node) -> None:
@@ -255,4 +273,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 
 
 def _storage(tensor: Tensor) -> int:
+    if tensor.is_mkldnn:  # packed weights, which share their memory with nothing
+        return id(tensor)
     return tensor.untyped_storage()._cdata

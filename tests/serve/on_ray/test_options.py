@@ -18,6 +18,7 @@ from kvpolicy.serve.on_ray.options import ReplicaOptions
 from kvpolicy.serve.settings import ServerSettings
 
 CONFIG = config_of(Path("model"))
+REASONERS_PLANS = ["reasoner-mix", "skipkv-reasoner"]  # which come with the bundled models
 
 
 def options(**changes: Any) -> ReplicaOptions:
@@ -61,7 +62,14 @@ def test_a_plan_survives_as_data(given_data: dict[str, Any]) -> None:
     assert Plan.from_dict(plan_data(plan)) == plan
 
 
-@pytest.mark.parametrize("name", ["reasoner-mix", "skipkv-reasoner", "laq-plus-plus", "epicache"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(one, marks=pytest.mark.needs_reasoner) for one in REASONERS_PLANS),
+        "laq-plus-plus",
+        "epicache",
+    ],
+)
 def test_installed_plans_survive_as_data(name: str) -> None:
     plan = Plan.from_dict(read_file(name))
     assert Plan.from_dict(plan_data(plan)) == plan

@@ -1,0 +1,75 @@
+"""How long does a decode step take on a CPU with the Python of the model, and from a recording?
+
+    python docs/benchmarks/recorded_steps.py            # some minutes on a CPU
+
+Each model takes a step in turn in both ways, so that they meet the same machine; printed is the
+least time of each in milliseconds of one thread's processor time, which other processes change
+little. Caches are full, of random rows; both ways give the same numbers to the last bit.
+"""
+
+import time
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from kvpolicy import Engine, Plan, Run, load_model, packed_model
+from kvpolicy.lab.bench.contenders.engine import filled_run
+from kvpolicy.lab.bench.workload import Decode
+from kvpolicy.model.recorded import STEPS_BEFORE
+
+STEPS = 40
+
+
+def main() -> None:
+    """Print a row for each model, batch and number of rows held."""
+    torch.set_num_threads(1)
+    print("| model | weights | batch | rows | the model's Python, ms | recorded, ms | |")
+    print("|---|---|--:|--:|--:|--:|--:|")
+    reasoner, _ = load_model("reasoner")
+    for batch in (1, 8):
+        print(row("`reasoner`", "plain", reasoner, batch, held=100), flush=True)
+    for form in ("plain", "packed", "bf16", "int8"):
+        model = shape_of_smollm2(form)
+        for batch in (1, 8) if form == "packed" else (1,):
+            print(row("SmolLM2-135M's shape", form, model, batch, held=576), flush=True)
+
+
+def shape_of_smollm2(form: str) -> PreTrainedModel:
+    """A model of random weights in a form."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    return packed_model(model, cpu_weights=form, release=True)
+
+
+def row(name: str, form: str, model: PreTrainedModel, batch: int, held: int) -> str:
+    """Measure both ways in turn."""
+    steps = STEPS_BEFORE + STEPS + 2
+    runs: dict[str, Run] = {}
+    for way in ("python", "recorded"):
+        engine = Engine(model, None, Plan.uniform("full"), slots=batch)
+        runs[way] = filled_run(engine, Decode(batch=batch, held=held, steps=steps), steps=steps)
+    runs["python"].core.runner.recorded = None
+    least = dict.fromkeys(runs, float("inf"))
+    for number in range(steps):
+        for way, run in runs.items():
+            start = time.thread_time()
+            run.step()
+            if number > STEPS_BEFORE + 1:
+                least[way] = min(least[way], 1000 * (time.thread_time() - start))
+    python, recorded = least["python"], least["recorded"]
+    numbers = f"{python:.2f} | {recorded:.2f} | {recorded / python:.2f}"
+    return f"| {name} | {form} | {batch} | {held} | {numbers} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Decode steps on a CPU without the Python of the model: modules that call modules.
+
+A step of a small batch spends a fifth of its time there and more, between its operators. So a step
+that has run some times is recorded as the operators that it runs (`kvpolicy.model.fused.record`),
+and these are run from then on, on tensors at the same addresses. They are the same operators in the
+same order: numbers do not change, to the last bit.
+
+What a recording cannot know of, it must not outlive: before each step the modules of the model are
+looked at, as are the addresses of its weights and of the cache.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as all_modules
+
+from kvpolicy.cache.static_step import StaticStep
+from kvpolicy.model.fused.record import NotRecordableError, record
+from kvpolicy.model.static_forward import module_of, static_forward
+
+# What a step answers: logits ``[W, V]`` and hidden states.
+Output = tuple[Tensor, Tensor | None]
+
+# Recording takes as long as some tens of steps.
+STEPS_BEFORE = 64
+
+_TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_GLOBAL_TABLES = (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks)
+
+
+class RecordedSteps:
+    """Runs static steps of one batch on a CPU, those that come often from recordings.
+
+    Attributes:
+        problem: Why steps are not recorded; ``None``: they are, or none came often enough yet.
+        num_replayed: Steps that were run from recordings.
+    """
+
+    problem: str | None = None
+    num_replayed: int = 0
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple[object, ...], Callable[[], Output]] = {}
+        self._num_steps: Counter[tuple[object, ...]] = Counter()
+        self._seen: _Seen | None = None
+
+    def __call__(self, call: Callable[..., Any], given: Any) -> Output:
+        """As `static_forward`."""
+        if self.problem is not None:
+            return static_forward(call, given)
+        step: StaticStep = given.step
+        if self._programs and not (self._seen and self._seen.holds(module_of(call), step)):
+            self.forget()
+        kind = (step.width, given.draws, given.wants_states, *step.drawn_by)
+        program = self._programs.get(kind)
+        if program is None:
+            self._num_steps[kind] += 1
+            if self._num_steps[kind] <= STEPS_BEFORE or not self._record(kind, call, given):
+                return static_forward(call, given)
+            program = self._programs[kind]
+        self.num_replayed += 1
+        return program()
+
+    def forget(self) -> None:
+        """Record every step again, because what was recorded is not what runs now."""
+        self._programs.clear()
+        self._seen = None
+
+    def _record(self, kind: tuple[object, ...], call: Callable[..., Any], given: Any) -> bool:
+        """Record a step in which no slot takes part; whether that was possible."""
+        step: StaticStep = given.step
+        try:
+            with step.idle(step.width):
+                recording = record(lambda: static_forward(call, given))
+                program = recording.program()
+                is_equal = torch.equal(program()[0], recording.output[0])
+        except NotRecordableError as error:
+            self.problem = str(error)
+            return False
+        if not is_equal:
+            self.problem = "other numbers would be computed"
+            return False
+        if self._seen is None:
+            self._seen = _Seen(module_of(call), step)
+        self._programs[kind] = program
+        return True
+
+
+class _Seen:
+    """A model and a cache as they were."""
+
+    def __init__(self, module: nn.Module, step: StaticStep) -> None:
+        tables: list[Mapping[Any, Any]] = [*_GLOBAL_TABLES]
+        for part in module.modules():
+            tables += [vars(part), *(vars(part)[name] for name in _TABLES)]
+        self._module = module
+        self._tables = [(live, list(live.values())) for live in tables]
+        self._weights = [*module.parameters(), *module.buffers()]
+        self._addresses = self._addresses_of(step)
+        self._autocasts = torch.is_autocast_enabled("cpu")
+
+    def holds(self, module: nn.Module, step: StaticStep) -> bool:
+        """Whether nothing has changed that decides what a step computes, and where."""
+        return (
+            module is self._module
+            and all(
+                len(live) == len(values) and all(map(is_, live.values(), values))
+                for live, values in self._tables
+            )
+            and self._addresses == self._addresses_of(step)
+            and self._autocasts == torch.is_autocast_enabled("cpu")
+        )
+
+    def _addresses_of(self, step: StaticStep) -> list[int]:
+        return [*step.addresses, *map(torch.Tensor.data_ptr, self._weights)]
