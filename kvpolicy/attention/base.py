@@ -45,6 +45,9 @@ class DecodeLayer:
         key_bits: Bits of the numbers of keys that are stored in integers, 8 or 4, see
             `kvpolicy.attention.integers`; 0: keys are numbers as they are.
         value_bits: Those of values.
+        exact_keys: Exact copies of the newest keys where these are integers, ``[W, H_kv, E, D]``,
+            see `kvpolicy.attention.exact`; ``None``: there are none.
+        exact_values: Those of values.
     """
 
     keys: Tensor
@@ -63,6 +66,8 @@ class DecodeLayer:
     sliding_window: int = 0
     key_bits: int = 0
     value_bits: int = 0
+    exact_keys: Tensor | None = None
+    exact_values: Tensor | None = None
 
     @property
     def is_plain(self) -> bool:

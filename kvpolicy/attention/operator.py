@@ -22,7 +22,8 @@ _LIBRARY.define(
     "Tensor(a!) keys, Tensor(b!) values, Tensor(c!) positions, "
     "Tensor rows, Tensor seq_len, Tensor live, Tensor(d!)[] tracks, "
     "Tensor(e!)[] accumulated, str[] accumulators, Tensor(f!)? window, Tensor? bounds, "
-    "int sliding_window, int key_bits, int value_bits, float scaling, float softcap, "
+    "int sliding_window, int key_bits, int value_bits, Tensor(g!)? exact_keys, "
+    "Tensor(h!)? exact_values, float scaling, float softcap, "
     "Tensor? sinks) -> Tensor"
 )
 # What follows the new rows in the schema, in its order.

@@ -144,7 +144,7 @@ class SlabArena(Arena):
     def tensors(self) -> list[Tensor]:
         """Everything allocated; the first axis is always layers and slots."""
         queries = [] if self.window is None else [self.window]
-        return [*self.slabs, *queries, *self.tables.values()]
+        return [*self.slabs, *self.store.exact.values(), *queries, *self.tables.values()]
 
     def clear(self, slot: int) -> None:
         """Empty a slot in all layers.
@@ -152,7 +152,7 @@ class SlabArena(Arena):
         Keys and values are zeroed, too: empty rows are masked, but a NaN or an infinity in one
         would pass any mask, since 0 * NaN is NaN.
         """
-        for tensor in (*self.store.slabs, *self.tracks.values()):
+        for tensor in (*self.store.slabs, *self.store.exact.values(), *self.tracks.values()):
             self.of_slot(tensor, slot).zero_()
         self.of_slot(self.positions, slot).fill_(-1)
         for name, empty in self._empty.items():

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.exact import with_exact
 from kvpolicy.attention.visible import Visible
 from kvpolicy.cache.eager_step import EagerStep
 from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.layouts.base import LayerCache, OpenRows
+from kvpolicy.cache.layouts.span import Columns
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.devices import upload
 
@@ -81,7 +83,7 @@ class OpenBeside(OpenRows):
         self._rows, self.remembers = rows, layer.index in rows.wanted
         device, layout = layer.shape.device, layer.layout
         columns = layout.columns(layer, tokens.slots.tolist())
-        self.held = layer.store.read(columns.read)
+        self.held = self._held(columns)
         own = np.arange(rows.num_done + tokens.width)
         new = torch.ones(1, 1, tokens.width, len(own), dtype=torch.bool, device=device)
         old = columns.present[:, :, None].expand(-1, -1, tokens.width, -1)
@@ -98,6 +100,19 @@ class OpenBeside(OpenRows):
             device,
             also=lambda now, seen: mask[:, :, now, seen],
         )
+
+    def _held(self, columns: Columns) -> tuple[Tensor, Tensor]:
+        """The rows of the slabs, of which the newest are exact for all tokens that might follow."""
+        store, served = self.layer.store, self.tokens.served
+        keys, values = store.read(columns.read)
+        if store.exact:
+            newest = upload(self.layer.layout.counts.seq_len[served] - 1, keys.device)
+            positions = columns.read(self.layer.positions)
+            keys, values = (
+                rows if ring is None else with_exact(rows, positions, ring[served], newest)
+                for rows, ring in ((keys, store.keys.exact), (values, store.values.exact))
+            )
+        return keys, values
 
     def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Hold the new rows beside the slabs; returns all that are there."""

@@ -29,6 +29,8 @@ class LayerContents:
         prompt_rows: Rows at the beginning that stay, see `KVCache.prompt_rows`.
         rows: Rows of a head; in the mean, as `KVCache` counts them, if heads share them.
         states: States of fixed size by name, see `StateShape`.
+        exact: Exact copies of the newest keys or values by name, ``[H_kv, E, D]``, as in the layer,
+            see `kvpolicy.attention.exact`; fewer if the sequence has seen fewer tokens.
     """
 
     keys: Tensor
@@ -40,6 +42,7 @@ class LayerContents:
     prompt_rows: int
     rows: int
     states: Mapping[str, Tensor] = attrs.field(factory=dict)
+    exact: Mapping[str, Tensor] = attrs.field(factory=dict)
 
     @classmethod
     def without_rows(cls, shape: LayerShape) -> "LayerContents":
@@ -57,7 +60,7 @@ class LayerContents:
     def tensors(self) -> list[Tensor]:
         """All tensors."""
         tensors = [self.keys, self.values, self.positions, *self.tracks.values()]
-        tensors += self.states.values()
+        tensors += [*self.states.values(), *self.exact.values()]
         return tensors if self.window is None else [*tensors, self.window]
 
     def to(self, device: torch.device) -> "LayerContents":
@@ -70,6 +73,7 @@ class LayerContents:
             tracks={name: track.to(device) for name, track in self.tracks.items()},
             window=None if self.window is None else self.window.to(device),
             states={name: state.to(device) for name, state in self.states.items()},
+            exact={name: rows.to(device) for name, rows in self.exact.items()},
         )
 
 

@@ -66,7 +66,7 @@ class EagerStep:
         return rows
 
     def _open(self, layer: LayerCache) -> OpenRows:
-        return layer.layout.open(layer, self.tokens)
+        return layer.open(self.tokens)
 
     def _open_states(self) -> Mapping[int, Any]:
         return {index: states.open(self.tokens) for index, states in self.cache.states.items()}

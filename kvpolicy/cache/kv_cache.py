@@ -155,11 +155,18 @@ class KVCache:
     def can_take_back(self) -> bool:
         """Whether a slot can be copied as of fewer tokens, as long as it was not compacted.
 
-        Rows that have left unseen cannot be put back, and no token can be taken out of a state.
+        Rows that have left unseen cannot be put back, nor exact copies of rows that are not among
+        the newest any more, and no token can be taken out of a state.
         """
-        return not self.states and not any(
+        return not self.fixed_bytes and not any(
             isinstance(layout, RowLayout) and layout.drops_unseen for layout in self.layouts
         )
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of a slot that are of all its tokens: states, and exact copies of newest rows."""
+        of_states = sum(layer.shape.state_bytes for layer in self.states.values())
+        return of_states + sum(layer.exact_bytes for layer in self.layers)
 
     def num_free_rows(self, slots: Sequence[int]) -> np.ndarray:
         """Tokens that each of these slots can still take in every layer, ``[B]``."""

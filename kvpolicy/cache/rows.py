@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.exact import replaced
 from kvpolicy.attention.softmax import observed_weights
 from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.store import StoredRows
@@ -229,12 +230,25 @@ class LayerRows:
             raise ValueError(msg)
         cache = self._cache
         new_keys, new_values = self._replacements(keep, keys, values)
+        self._replace_exact(keep, new_keys, new_values)
         kept = self._span.keep(self._arena, keep, new_keys, new_values, self.budget)
         where = self.layers, self._slots
         cache.rows[where] = cache.prompt_rows[where] + kept.num_rows
         cache.compacted_at[where] = self._seq_len
         self._note_copy(kept.copied_bytes)
         self.kept = keep
+
+    def _replace_exact(self, keep: Tensor, keys: Tensor | None, values: Tensor | None) -> None:
+        """Replace exact copies of rows that stay, as the rows are."""
+        store, entries = self._arena.store, self._span.entries
+        for stored, new in ((store.keys, keys), (store.values, values)):
+            if stored.exact is not None and new is not None:
+                if keep.dtype == torch.bool:
+                    positions = self.positions.masked_fill(~keep, -1)
+                else:
+                    positions = self.positions.gather(2, keep.clamp(0, self.num_rows - 1))
+                ring = replaced(entries.of(stored.exact), positions, new, entries.newest)
+                stored.exact[entries.index] = ring
 
     def _replacements(
         self, keep: Tensor, keys: Tensor | None, values: Tensor | None
@@ -280,7 +294,7 @@ class LayerRows:
 
     def _decoded(self, stored: StoredRows) -> Tensor:
         """These rows, keys or values, as they are read."""
-        rows = stored.read(self._span.read)
+        rows = self._span.numbers(self._arena, stored)
         if stored.bits:
             self._note_copy(rows.nbytes)
         return rows

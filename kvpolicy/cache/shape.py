@@ -130,6 +130,7 @@ class Slab:
         staging: Rows beside the slabs; ``None``: there are none.
         key_bits: Bits of the numbers of keys; 0: as many as the model's precision has.
         value_bits: Those of values, likewise.
+        exact: Newest tokens of which copies in the model's precision are kept of what has 4 bits.
     """
 
     capacity: int
@@ -140,6 +141,7 @@ class Slab:
     staging: Staging | None = None
     key_bits: int = 0
     value_bits: int = 0
+    exact: int = 0
 
     @property
     def most_rows(self) -> int:

@@ -423,9 +423,15 @@ class StaticStep:
             tracks=list(tracks.values()),
             accumulated=accumulated,
             accumulators=layer.accumulators,
-            window=None if layer.window is None else layer.window[served],
-            bounds=None if layer.bounds is None else layer.bounds[served],
+            window=_first(layer.window, served),
+            bounds=_first(layer.bounds, served),
             sliding_window=layer.shape.sliding_window or 0,
             key_bits=layer.store.keys.bits,
             value_bits=layer.store.values.bits,
+            exact_keys=_first(layer.store.keys.exact, served),
+            exact_values=_first(layer.store.values.exact, served),
         )
+
+
+def _first(tensor: Tensor | None, served: slice) -> Tensor | None:
+    return None if tensor is None else tensor[served]

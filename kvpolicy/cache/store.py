@@ -23,14 +23,18 @@ class StoredRows:
         shape: Shape of each layer.
         slab: What is stored, ``[N, H_kv, R, ...]`` of ``N`` slots of ``R`` rows.
         dim: Size of a row, ``D``: that of keys, or of values.
+        exact: Exact copies of the newest rows, ``[N, H_kv, E, D]``, see `kvpolicy.attention.exact`;
+            ``None``: there are none.
         bits: Bits of a number; 0: as many as the model's precision has, and what is stored is what
             is read.
     """
 
     bits = 0
 
-    def __init__(self, shape: LayerShape, slab: Tensor, dim: int) -> None:
-        self.shape, self.slab, self.dim = shape, slab, dim
+    def __init__(
+        self, shape: LayerShape, slab: Tensor, dim: int, exact: Tensor | None = None
+    ) -> None:
+        self.shape, self.slab, self.dim, self.exact = shape, slab, dim, exact
 
     @classmethod
     def allocate(cls, shape: LayerShape, num_slots: int, capacity: int, dim: int) -> Self:
@@ -55,7 +59,8 @@ class StoredRows:
 
     def of_slots(self, slots: slice) -> Self:
         """The rows of some of its slots, in the same memory."""
-        return type(self)(self.shape, self.slab[slots], self.dim)
+        exact = None if self.exact is None else self.exact[slots]
+        return type(self)(self.shape, self.slab[slots], self.dim, exact)
 
 
 @attrs.frozen(eq=False)
@@ -68,13 +73,12 @@ class RowStore:
     @classmethod
     def allocate(cls, shape: LayerShape, slab: Slab, num_slots: int) -> Self:
         """Empty rows of some slots, in the form that is wanted of a slab."""
-        sides = (
-            form_of(bits).allocate(shape, num_slots, slab.capacity, dim)
-            for bits, dim in (
-                (slab.key_bits, shape.head_dim),
-                (slab.value_bits, shape.value_dim),
-            )
-        )
+        sides = []
+        for bits, dim in ((slab.key_bits, shape.head_dim), (slab.value_bits, shape.value_dim)):
+            side = form_of(bits).allocate(shape, num_slots, slab.capacity, dim)
+            if slab.exact and bits == 4:  # more bits are as good as exact ones
+                side.exact = shape.zeros(num_slots, shape.num_kv_heads, slab.exact, dim)
+            sides.append(side)
         return cls(*sides)
 
     @property
@@ -84,8 +88,14 @@ class RowStore:
 
     @property
     def slabs(self) -> list[Tensor]:
-        """All that is stored."""
+        """What is stored of every row."""
         return [self.keys.slab, self.values.slab]
+
+    @property
+    def exact(self) -> dict[str, Tensor]:
+        """The exact copies of the newest keys or values, by name, as far as there are any."""
+        sides = {"keys": self.keys.exact, "values": self.values.exact}
+        return {name: ring for name, ring in sides.items() if ring is not None}
 
     def read(self, read: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values of some of the rows, see `StoredRows.read`."""

@@ -180,6 +180,7 @@ def _layer_identity(shape: dict[str, Any], slab: Slab) -> dict[str, Any]:
             del shape[name]
     bits = {"key_bits": slab.key_bits, "value_bits": slab.value_bits}
     integers = bits if any(bits.values()) else {}
+    integers |= {"exact": slab.exact} if slab.exact else {}
     ragged = {"ragged": slab.ragged, **integers}
     return shape | {"tracks": slab.tracks, "num_queries": slab.window_size} | ragged
 

@@ -106,8 +106,9 @@ class Plan:
         prefill_buffer: Rows that may join before the next compaction while a prompt enters, at
             least as many as ``buffer``; by default `default_prefill_buffer`. They take memory once,
             not in every slot.
-        rows: How rows are stored: ``"model"``, in the model's precision; ``"int8"``, in integers;
-            or a table of these for ``keys`` and ``values``, where values may have ``"int4"``.
+        rows: How rows are stored: ``"model"``, in the model's precision; ``"int8"`` or ``"int4"``,
+            in integers; or a table of these for ``keys`` and ``values``, where ``exact`` says how
+            many newest tokens of what has 4 bits stay exact.
         name: Where the plan came from, for messages.
         sources: How the user gave entries that are not in the plan's file, by their keys and
             indices, for messages: ``{("budget",): "--budget 96"}``.

@@ -129,6 +129,7 @@ class LayerPlan:
             stack.slab(self.capacity(longest, longest_prompt), room, self.heads),
             key_bits=self.rows.key_bits,
             value_bits=self.rows.value_bits,
+            exact=self.rows.exact,
         )
         rows = self.num_staged_rows(longest, longest_entering)
         return attrs.evolve(slab, staging=Staging(rows, num_staged)) if rows else slab

@@ -150,12 +150,18 @@ class RowFormats:
     """How the keys and the values of rows are stored.
 
     Attributes:
-        keys: ``"model"``: in the model's precision; ``"int8"``: in integers.
-        values: Likewise, or ``"int4"``.
+        keys: ``"model"``: in the model's precision; ``"int8"`` or ``"int4"``: in integers.
+        values: Likewise.
+        exact: Newest tokens whose keys or values stay exact where these have 4 bits.
     """
 
     keys: RowFormat = "model"
     values: RowFormat = "model"
+    exact: int = attrs.field()
+
+    @exact.default
+    def _enough(self) -> int:
+        return EXACT_ROWS if "int4" in (self.keys, self.values) else 0
 
     @property
     def key_bits(self) -> int:
@@ -167,15 +173,28 @@ class RowFormats:
         """Those of values."""
         return _BITS[self.values]
 
-    def to_plain(self) -> str | dict[str, str]:
+    def to_plain(self) -> str | dict[str, str | int]:
         """As a plan file has it."""
-        return self.keys if self.keys == self.values else attrs.asdict(self)
+        if self == RowFormats(self.keys, self.values):
+            sides = {"keys": self.keys, "values": self.values}
+            return self.keys if self.keys == self.values else {**sides}
+        return attrs.asdict(self)
 
+    def __str__(self) -> str:
+        """In few words: ``int8/int4``, or with another number of exact rows ``int4, 64 exact``."""
+        sides = self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
+        plain = isinstance(self.to_plain(), str) or "exact" not in self.to_plain()
+        return sides if plain else f"{sides}, {self.exact} exact"
+
+
+#: Newest tokens whose rows stay exact by default where these have 4 bits: with fewer than 16 it
+#: costs more than a percent of perplexity, and twice as many gain half a percent at most.
+EXACT_ROWS = 32
+
+_BITS: dict[RowFormat, int] = {"model": 0, "int8": 8, "int4": 4}
 
 #: Keys and values in the model's precision.
 PLAIN_ROWS = RowFormats()
-
-_BITS: dict[RowFormat, int] = {"model": 0, "int8": 8, "int4": 4}
 
 
 def _read_rows(value: object) -> RowFormats:
@@ -187,19 +206,33 @@ def _read_rows(value: object) -> RowFormats:
     else:  # "int8/int4": keys, then values
         keys, slash, values = value.partition("/") if isinstance(value, str) else (value, "", "")
         sides = {"keys": keys, "values": values if slash else keys}
+    exact = {"exact": sides.pop("exact")} if "exact" in sides else {}
     known = all(isinstance(one, str) and one in _BITS for one in sides.values())
-    if known and sides and set(sides) <= {"keys", "values"}:
-        if sides.get("keys") == "int4":
-            msg = (
-                f"{value!r:.60} stores keys in 4 bits, with which models answer much worse; write "
-                '"int8" or { keys = "int8", values = "int4" }'
-            )
-            raise TypeError(msg)
-        return RowFormats(**sides)
-    msg = (
-        f'{value!r:.60} does not say how rows are stored; write "model", "int8", or for keys and '
-        'values "int8/int4", which is { keys = "int8", values = "int4" }'
-    )
+    if not (known and sides and set(sides) <= {"keys", "values"}):
+        msg = (
+            f'{value!r:.60} does not say how rows are stored; write "model", "int8", "int4", or '
+            'for keys and values "int8/int4", which is { keys = "int8", values = "int4" }'
+        )
+        raise TypeError(msg)
+    if exact:
+        _check_exact(value, exact["exact"], sides)
+    return RowFormats(**sides, **exact)
+
+
+def _check_exact(value: object, exact: object, sides: Mapping[Any, Any]) -> None:
+    """Check how many newest tokens of keys and values in some forms are to stay exact."""
+    if type(exact) is not int or not 0 <= exact <= MAX_COUNT:
+        problem = f"no number of tokens in exact; write for example exact = {EXACT_ROWS}"
+    elif "int4" not in sides.values():
+        problem = "exact, which is for rows in 4 bits; leave it out"
+    elif exact == 0 and sides.get("keys") == "int4":
+        problem = (
+            "keys in 4 bits and no exact rows, with which models answer much worse; write exact = "
+            f"{EXACT_ROWS}, or leave it out"
+        )
+    else:
+        return
+    msg = f"{value!r:.80} has {problem}"
     raise TypeError(msg)
 
 
@@ -388,24 +421,22 @@ BUDGET = Rule(_read_budget, {"oneOf": [_COUNT, {"type": "string", "pattern": SHA
 PADDING = _one_of(get_args(Padding), "a padding")
 PROMPT = _one_of(get_args(PromptRows), "what becomes of the rows of prompts")
 HEADS = Rule(_read_heads, {"enum": list(get_args(Heads))})
-_OF_KEYS = {"enum": ["model", "int8"]}
-_OF_VALUES = {"enum": list(get_args(RowFormat))}
-
-
-def _either(one_of: dict[str, list[str]]) -> str:
-    return "|".join(one_of["enum"])
-
-
+_FORMS = list(get_args(RowFormat))
+_EITHER = f"({'|'.join(_FORMS)})"
 ROWS = Rule(
     _read_rows,
     {
         "oneOf": [
-            _OF_KEYS,
-            {"type": "string", "pattern": f"^({_either(_OF_KEYS)})/({_either(_OF_VALUES)})$"},
+            {"enum": _FORMS},
+            {"type": "string", "pattern": f"^{_EITHER}/{_EITHER}$"},
             {
                 "type": "object",
-                "properties": {"keys": _OF_KEYS, "values": _OF_VALUES},
-                "minProperties": 1,
+                "properties": {
+                    "keys": {"enum": _FORMS},
+                    "values": {"enum": _FORMS},
+                    "exact": {"type": "integer", "minimum": 0, "maximum": MAX_COUNT},
+                },
+                "anyOf": [{"required": ["keys"]}, {"required": ["values"]}],
                 "additionalProperties": False,
             },
         ]
@@ -441,8 +472,9 @@ class LayerGroup:
         heads: Whether each KV head has the budget for itself, ``"own"``, or all heads of a layer
             have it together, ``"shared"``.
         prefill_buffer: Rows that may join before the next compaction while a prompt enters.
-        rows: How rows are stored: ``"model"``, ``"int8"``, or a table of these for ``keys`` and
-            ``values``, where values may have ``"int4"``.
+        rows: How rows are stored: ``"model"``, ``"int8"``, ``"int4"``, or a table of these for
+            ``keys`` and ``values``, where ``exact`` says how many newest tokens of what has 4 bits
+            stay exact.
     """
 
     where: str | tuple[int, ...] = plan_field(WHERE, "all")

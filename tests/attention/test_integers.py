@@ -1,5 +1,8 @@
 """Rows in integers against loops: their bytes, what these stand for, and attention over them."""
 
+import itertools
+from collections.abc import Iterator
+
 import attrs
 import integer_reference as reference
 import pytest
@@ -95,17 +98,45 @@ def test_bytes_of_a_row() -> None:
 # Attention
 
 
-def in_integers(case: Case, layer: DecodeLayer, bits: tuple[int, int]) -> DecodeLayer:
-    """A layer of a case with its rows in integers; the rows of the case become what these are."""
+def in_integers(
+    case: Case, layer: DecodeLayer, bits: tuple[int, int], exact: int = 0
+) -> DecodeLayer:
+    """A layer of a case with its rows in integers; the rows of the case become what is read."""
     stored = {}
     for name, own in zip(("keys", "values"), bits, strict=True):
         if own:
             slab, dim = getattr(layer, name), case.tensors["query"].shape[2]
             stored |= {name: quantize(slab, own), f"{name.removesuffix('s')}_bits": own}
+            given = case.tensors[name]
             for of_case in (name, name.removesuffix("s")):
-                given = case.tensors[of_case]
-                case.tensors[of_case] = dequantize(quantize(given, own), dim, own, given.dtype)
+                rows = case.tensors[of_case]
+                if not exact or of_case == name:
+                    case.tensors[of_case] = dequantize(quantize(rows, own), dim, own, rows.dtype)
+            if exact:
+                ring = torch.randn(*slab.shape[:2], exact, dim).to(slab.dtype)
+                for slot, head, row, position in near(case, exact + 1):
+                    ring[slot, head, position % exact] = given[slot, head, row]
+                for slot, head, row, _ in near(case, exact):
+                    case.tensors[name][slot, head, row] = given[slot, head, row]
+                stored |= {f"exact_{name}": ring}
     return attrs.evolve(layer, **stored)
+
+
+def near(case: Case, exact: int) -> Iterator[tuple[int, int, int, int]]:
+    """Slot, head, row and position of the rows that so many positions up to the query have."""
+    positions = case.tensors["positions"]
+    for slot, head, row in itertools.product(*map(range, positions.shape)):
+        position, query = int(positions[slot, head, row]), int(case.tensors["seq_len"][slot])
+        if position >= 0 and position > query - exact:
+            yield slot, head, row, position
+
+
+def put_exact(case: Case, layer: DecodeLayer, exact: int) -> None:
+    """Read the near rows of a case from the rings of a layer."""
+    for name in ("keys", "values"):
+        ring = getattr(layer, f"exact_{name}")
+        for slot, head, row, position in () if ring is None else near(case, exact):
+            case.tensors[name][slot, head, row] = ring[slot, head, position % exact]
 
 
 def in_numbers(layer: DecodeLayer, like: Tensor) -> dict[str, Tensor]:
@@ -119,13 +150,14 @@ def in_numbers(layer: DecodeLayer, like: Tensor) -> dict[str, Tensor]:
     }
 
 
-def check(case: Case, bits: tuple[int, int], backend: AttentionBackend) -> None:
+def check(case: Case, bits: tuple[int, int], backend: AttentionBackend, exact: int = 0) -> None:
     new = case.new  # as the model gives it
-    layer = in_integers(case, case.layer, bits)
+    layer = in_integers(case, case.layer, bits, exact)
     wanted = expected(case)
     output = backend.bind(layer)(**new)
     assert output.dtype == case.dtype
     case.tensors |= in_numbers(layer, new["key"])
+    put_exact(case, layer, exact)
     assert_as_expected(case, output, wanted, sums_tolerance=TOLERANCE[case.dtype])
 
 
@@ -136,19 +168,33 @@ def test_decode_attends_to_integers_as_loops_do(name, case, bits) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@given(cases(slides=True, adjacent=True), st.sampled_from(PAIRS))
-def test_a_full_window_of_integers_drops_its_oldest_row(name, case, bits) -> None:
-    check(case, bits, BACKENDS[name](case.dtype))
+@given(cases(adjacent=True, capacities=SIZES), st.sampled_from(PAIRS), st.integers(1, 40))
+def test_decode_reads_the_newest_rows_exactly_as_loops_do(name, case, bits, exact) -> None:
+    check(case, bits, BACKENDS[name](case.dtype), exact)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@given(cases(slides=False, adjacent=True), st.integers(1, 4), st.sampled_from(PAIRS))
-def test_decode_attends_to_integers_in_segments_as_loops_do(name, case, num_free, bits) -> None:
+@given(cases(slides=True, adjacent=True), st.sampled_from(PAIRS), st.sampled_from([0, 1, 30]))
+def test_a_full_window_of_integers_drops_its_oldest_row(name, case, bits, exact) -> None:
+    check(case, bits, BACKENDS[name](case.dtype), exact)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@given(
+    cases(slides=False, adjacent=True),
+    st.integers(1, 4),
+    st.sampled_from(PAIRS),
+    st.sampled_from([0, 1, 30]),
+)
+def test_decode_attends_to_integers_in_segments_as_loops_do(
+    name, case, num_free, bits, exact
+) -> None:
     case.options["sliding_window"] = 0
     new, ragged = case.new, RaggedCase.of(case, num_free)
-    ragged.layer = in_integers(case, ragged.layer, bits)
+    ragged.layer = in_integers(case, ragged.layer, bits, exact)
     wanted = expected(case)
     output = BACKENDS[name](case.dtype).bind(ragged.layer)(**new)
     ragged.layer = attrs.evolve(ragged.layer, **in_numbers(ragged.layer, new["key"]))
     ragged.unpack()
+    put_exact(case, ragged.layer, exact)
     assert_as_expected(case, output, wanted, sums_tolerance=TOLERANCE[case.dtype])

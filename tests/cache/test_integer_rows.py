@@ -25,7 +25,8 @@ from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.errors import PlanError
 
 HEAD_DIM = 8
-INT8, MIXED = "int8", {"keys": "int8", "values": "int4"}
+INT8, MIXED = "int8", {"keys": "int8", "values": "int4", "exact": 0}
+EXACT = {"keys": "int4", "values": "int4", "exact": 5}
 PROMPTS = [[5, 6, 7, 8] * 6, [9, 3, 1] * 4, [11] * 30]
 
 PLANS: dict[str, Callable[..., Plan]] = {
@@ -47,7 +48,8 @@ def model_of(kind: str) -> PreTrainedModel:
 
 
 def answered(kind: str, rows: Any, **options: Any) -> list[Result]:
-    engine = Engine(model_of(kind), None, PLANS[kind](rows=rows), slots=2, chunk=7, **options)
+    options = {"slots": 2, "chunk": 7, **options}
+    engine = Engine(model_of(kind), None, PLANS[kind](rows=rows), **options)
     requests = [Request(one, 20, stop_ids=(), snapshot=True) for one in PROMPTS]
     return engine.generate(requests).results()
 
@@ -91,20 +93,43 @@ def test_integers_run_in_every_layout(kind: str, monkeypatch: pytest.MonkeyPatch
     assert bool(max(one.rows_evicted for one in ours)) == (kind != "a whole window")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", PLANS)
-def test_a_sequence_in_a_batch_equals_itself_alone(kind: str) -> None:
-    together = answered(kind, INT8)
-    engine = Engine(model_of(kind), None, PLANS[kind](rows=INT8), slots=1, chunk=7)
+def test_what_a_query_reads_exactly_does_not_depend_on_the_forward(kind: str) -> None:
+    """Not on chunks, on who else is decoded, nor on the way of a decode step."""
+    together = answered(kind, EXACT)
+    assert any(one.rows_evicted for one in together) == (kind != "a whole window")
+    for other in (answered(kind, EXACT, eager=True), answered(kind, EXACT, chunk=3)):
+        assert [one.tokens for one in other] == [one.tokens for one in together]
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_rows_of_which_all_are_exact_equal_plain_ones(kind: str) -> None:
+    plain = answered(kind, "model")
+    for rows in ({**EXACT, "exact": 60}, {"values": "int4", "exact": 60}):
+        assert [one.tokens for one in answered(kind, rows)] == [one.tokens for one in plain]
+    if kind != "a whole window":  # of which few rows are older
+        assert [one.tokens for one in answered(kind, MIXED)] != [one.tokens for one in plain]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("rows", [INT8, EXACT], ids=str)
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_sequence_in_a_batch_equals_itself_alone(kind: str, rows: Any) -> None:
+    together = answered(kind, rows)
+    engine = Engine(model_of(kind), None, PLANS[kind](rows=rows), slots=1, chunk=7)
     for prompt, one in zip(PROMPTS, together, strict=True):
         (alone,) = engine.generate([Request(prompt, 20, stop_ids=())]).results()
         assert one.tokens == alone.tokens
 
 
 @pytest.mark.few(4)
+@pytest.mark.parametrize("rows", [MIXED, EXACT], ids=str)
 @pytest.mark.parametrize("kind", PLANS)
-def test_a_sequence_goes_on_from_a_file_with_the_same_bytes(kind: str, tmp_path: Path) -> None:
-    plan = PLANS[kind](rows=MIXED)
+def test_a_sequence_goes_on_from_a_file_with_the_same_bytes(
+    kind: str, rows: Any, tmp_path: Path
+) -> None:
+    plan = PLANS[kind](rows=rows)
     engine = Engine(model_of(kind), None, plan, slots=2, chunk=7)
     (whole,) = engine.generate([Request(PROMPTS[0], 20, stop_ids=(), snapshot=True)]).results()
     (first,) = engine.generate([Request(PROMPTS[0], 9, stop_ids=(), snapshot=True)]).results()
@@ -118,25 +143,32 @@ def test_a_sequence_goes_on_from_a_file_with_the_same_bytes(kind: str, tmp_path:
     assert second.snapshot is not None
     pairs = zip(whole.snapshot.contents.tensors, second.snapshot.contents.tensors, strict=True)
     assert all(torch.equal(*pair) for pair in pairs if pair[0].dtype in (torch.uint8, torch.int64))
-    other = Engine(model_of(kind), None, PLANS[kind](rows=INT8))
+    assert all(bool(layer.exact) == (rows == EXACT) for layer in read.contents.layers)
+    pairs = zip(whole.snapshot.contents.layers, second.snapshot.contents.layers, strict=True)
+    for one, again in pairs:
+        for name, exact in one.exact.items():
+            torch.testing.assert_close(again.exact[name], exact)
+    other = Engine(model_of(kind), None, PLANS[kind](rows={**EXACT, "exact": 6}))
     (refused,) = other.generate([rest]).results()
     assert refused.finish_reason == "error"
 
 
+@pytest.mark.parametrize("rows", [INT8, EXACT], ids=str)
 @pytest.mark.parametrize("kind", ["even", "ragged", "a whole window"])
-def test_prefixes_are_reused_with_their_bytes(kind: str, tmp_path: Path) -> None:
+def test_prefixes_are_reused_with_their_bytes(kind: str, rows: Any, tmp_path: Path) -> None:
     prefixes = PrefixStore(1 << 20, block_tokens=4, spill=tmp_path)
-    reused = answered(kind, INT8, prefix_store=prefixes)
-    again = answered(kind, INT8, prefix_store=prefixes)
-    plain = answered(kind, INT8)
+    reused = answered(kind, rows, prefix_store=prefixes)
+    again = answered(kind, rows, prefix_store=prefixes)
+    plain = answered(kind, rows)
     assert sum(one.reused_tokens for one in again) > 0
     for one, other, third in zip(reused, again, plain, strict=True):
         assert one.tokens == other.tokens == third.tokens
 
 
-def test_a_policy_cache_holds_integers() -> None:
+@pytest.mark.parametrize("rows", [MIXED, EXACT], ids=str)
+def test_a_policy_cache_holds_integers(rows: Any) -> None:
     model, prompt = shared_model(), torch.tensor([PROMPTS[0]])
-    plan = PLANS["even"](rows=MIXED)
+    plan = PLANS["even"](rows=rows)
     found = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -150,7 +182,7 @@ def test_a_policy_cache_holds_integers() -> None:
     assert found[0, len(PROMPTS[0]) :].tolist() == list(result.tokens)
 
 
-@pytest.mark.parametrize("rows", [INT8, {"values": "int4"}], ids=str)
+@pytest.mark.parametrize("rows", [INT8, {"values": "int4"}, EXACT], ids=str)
 def test_static_steps_of_16_bits_equal_eager_ones(rows: Any) -> None:
     found = []
     for eager in (False, True):
@@ -184,9 +216,10 @@ def test_a_row_takes_the_bytes_that_are_stated(kind: str) -> None:
 
 
 @pytest.mark.few(4)
+@pytest.mark.parametrize("rows", [MIXED, EXACT], ids=str)
 @pytest.mark.parametrize("kind", PLANS)
-def test_bytes_are_those_that_are_allocated(kind: str) -> None:
-    plan, longest = PLANS[kind](rows=MIXED), 50
+def test_bytes_are_those_that_are_allocated(kind: str, rows: Any) -> None:
+    plan, longest = PLANS[kind](rows=rows), 50
     model = model_of(kind)
     found = footprint(plan, model, slots=2, longest=longest, longest_prompt=30)
     engine = Engine(model, None, plan, slots=2)
@@ -198,7 +231,10 @@ def test_bytes_are_those_that_are_allocated(kind: str) -> None:
     if kind != "a whole window":  # prompts of any length lie beside it for a moment
         assert peak <= found.needed_bytes
     row = int(run.cache.row_bytes.sum())
-    assert row == 2 * 2 * (8 + 4 + 4 + 4)  # layers, heads
+    exact = 2 * 2 * 5 * 2 * 8 * 4 if rows == EXACT else 0  # layers, heads, rows
+    assert exact == sum(layer.exact_bytes for layer in run.cache.layers)
+    assert exact == sum(layer.exact_bytes_per_slot for layer in found.layers)
+    assert row == 2 * 2 * (8 + 4 + 4 + 4 if rows == MIXED else 2 * (4 + 4))
     assert all(one.peak_bytes == one.peak_rows * row for one in results)
     for prompt, one in zip(PROMPTS, results, strict=True):
         in_sight = min(len(prompt) + 19, 20 if "window" in kind else 10**6)

@@ -309,7 +309,26 @@ def test_a_plan_that_says_how_rows_are_stored_by_default_is_the_same_plan() -> N
         for rows in ({}, {"rows": "model"}, {"rows": {"keys": "model"}})
     }
     assert len(digests) == 1
-    eight = [{"rows": "int8"}, {"rows": {"keys": "int8", "values": "int8"}}]
-    other = {Plan.uniform("full", **rows).resolve(2).digest() for rows in eight}
-    assert len(other) == 1
-    assert not digests & other
+    eight, four = ({"keys": one, "values": one} for one in ("int8", "int4"))
+    for alike in (["int8", eight], ["int4", four, four | {"exact": 32}]):
+        other = {Plan.uniform("full", rows=rows).resolve(2).digest() for rows in alike}
+        assert len(other) == 1
+        assert not digests & other
+        digests |= other
+
+
+def test_the_newest_rows_stay_exact_where_these_have_four_bits() -> None:
+    given = {
+        "int8": 0,
+        "int4": 32,
+        "int8/int4": 32,
+        "int4/model": 32,
+        ("int4", "int4", 7): 7,
+        ("model", "int4", 0): 0,
+    }
+    for rows, exact in given.items():
+        names = ("keys", "values", "exact")
+        given_as = rows if isinstance(rows, str) else dict(zip(names, rows, strict=True))
+        plan = Plan.from_dict({"stack": ["full"], "rows": given_as})
+        resolved = plan.resolve(1)
+        assert resolved.layers[0].slab(resolved.stacks()[0], 9).exact == exact

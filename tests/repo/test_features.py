@@ -81,6 +81,7 @@ WITH = {
     "prompt_kept": lambda: answered(plan("streaming", prompt="keep")),
     "window": windowed,
     "integer_rows": lambda: answered(plan("streaming", rows="int8")),
+    "exact_rows": lambda: answered(plan("streaming", rows="int4")),
     "staged": lambda: answered(plan("streaming", prefill_buffer=16), Request([1] * 15, 2)),
 }
 print(len(answered(plan("h2o"))))
@@ -96,6 +97,7 @@ EXTENSIONS = sorted(
     if file.stem not in ("__init__", "base")
 )
 LAYOUTS = [f"cache/layouts/{name}.py" for name in ("prompt_kept", "ragged", "staged", "window")]
+ROWS = ["cache/integer_rows.py", "cache/exact_rows.py"]
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.few(3)
-@pytest.mark.parametrize("file", [*EXTENSIONS, *LAYOUTS, "cache/integer_rows.py"])
+@pytest.mark.parametrize("file", [*EXTENSIONS, *LAYOUTS, *ROWS])
 def test_a_feature_is_one_file(file: str, copy: Path, tmp_path: Path) -> None:
     path, aside = copy / "kvpolicy" / file, tmp_path / "aside"
     shutil.move(path, aside)

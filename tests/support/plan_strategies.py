@@ -21,9 +21,8 @@ counts = st.integers(16, 400)
 shares = st.integers(1, 400).map(lambda tenths: f"{tenths / 4:g}%")
 budgets = counts | shares  # with a length of at least 6,400, the least share is 16 rows
 lengths = st.integers(6400, 100_000)
-formats = st.sampled_from(["model", "int8", {"values": "int4"}, {"keys": "int8"}]).map(
-    copy.deepcopy
-)
+_MIXED = {"values": "int4"}, {"keys": "int4", "exact": 3}
+formats = st.sampled_from(["model", "int8", "int4", *_MIXED]).map(copy.deepcopy)
 stacks = st.sampled_from(STACKS).map(copy.deepcopy)
 
 
@@ -77,7 +76,7 @@ def plan_data(draw: st.DrawFn, *, num_layers: int = 4) -> dict[str, Any]:
 _WORDS = (
     *("stack", "budget", "buffer", "layers", "schedule", "padding", "length", "extends", "where"),
     *("policy", "name", "sampling", "steering", "h2o", "rkv", "snapkv", "protect", "streaming"),
-    *("prompt", "keep", "evict", "rows", "model", "int8", "int4", "keys", "values"),
+    *("prompt", "keep", "evict", "rows", "model", "int8", "int4", "keys", "values", "exact"),
     *("full", "mix_lambda", "window_size", "n_sink", "instance", "knobs", "self", "all", "none"),
     *("0:2", "-1:", "::0", ":", "25%", "0%", "1000%", "25.5.5%", "skipkv", "a.toml", "", "\0"),
 )

@@ -15,7 +15,8 @@ class NumbaBackend(TorchBackend):
 
         sides = (layer.keys, layer.key_bits), (layer.values, layer.value_bits)
         numbers = [slab for slab, bits in sides if not bits]
-        numbers += [] if layer.window is None else [layer.window]
+        others = layer.window, layer.exact_keys, layer.exact_values
+        numbers += [one for one in others if one is not None]
         if can_run() and all(one.dtype == torch.float32 for one in numbers):
             from kvpolicy.attention.numba_backend.decode import NumbaLayer
 

@@ -31,7 +31,7 @@ from kvpolicy.attention.numba_backend.lanes import (
     write_sums,
     zeros,
 )
-from kvpolicy.attention.numba_backend.rows import numbers, store
+from kvpolicy.attention.numba_backend.rows import numbers, put_exact, store
 from kvpolicy.attention.torch_backend.decode import drop_oldest, store_and_attend
 from kvpolicy.numba_common import FASTMATH, is_forked, start_threads, take_threads
 from kvpolicy.opaque import call_opaque
@@ -40,6 +40,7 @@ start_threads()
 
 _NO_WINDOW = np.empty((0, 0, 0, 0), dtype=np.float32)
 _NO_TRACK = np.empty((0, 0, 0), dtype=np.float32)
+_NO_RING = np.empty((1, 1, 0, 0), dtype=np.float32)
 _NO_BOUNDS = np.empty((0, 0), dtype=np.int64)
 _NO_SINKS = np.empty(0, dtype=np.float32)
 
@@ -162,13 +163,31 @@ def _most(logits, num_rows):
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
-def _attend(query, keys, values, forms, softcap, logits, most, total, output):
+def _attend(
+    query,
+    keys,
+    values,
+    positions,
+    newest,
+    exact_keys,
+    exact_values,
+    forms,
+    softcap,
+    logits,
+    most,
+    total,
+    output,
+):
     """Attend from the heads of a group to some rows of their KV head.
 
     Args:
         query: ``[G, D]``, with the factor on the logits.
         keys: Bytes of ``T`` rows, ``[T, ...]``.
         values: Likewise.
+        positions: Their positions, ``[T]``.
+        newest: Position of the query.
+        exact_keys: Exact copies of the newest keys, ``[E, D]``; ``E`` is 0 if there are none.
+        exact_values: Those of values.
         forms: Bits of a number, and channels of a group, of keys and of values.
         softcap: See `Decode`.
         logits: Receives what the softmax reads, ``[G, >= T + 3]``, unless it is empty.
@@ -184,6 +203,8 @@ def _attend(query, keys, values, forms, softcap, logits, most, total, output):
     powers = np.empty(num_rows, np.int32)
     for first in range(0, num_rows, _BLOCK):
         block = numbers(keys[first : first + _BLOCK], key_bits, key_size, scratch)
+        if exact_keys.shape[0]:
+            put_exact(block, positions[first : first + _BLOCK], newest, exact_keys)
         _dots(query, block, first, weights)
     for member in range(members):
         own = weights[member, :num_rows]
@@ -201,6 +222,8 @@ def _attend(query, keys, values, forms, softcap, logits, most, total, output):
     output[:] = 0
     for first in range(0, num_rows, _BLOCK):
         block = numbers(values[first : first + _BLOCK], value_bits, value_size, value_scratch)
+        if exact_values.shape[0]:
+            put_exact(block, positions[first : first + _BLOCK], newest, exact_values)
         _add(weights, block, first, output)
 
 
@@ -298,7 +321,8 @@ _ROWS, _SLAB, _SLAB_OF_NUMBERS = "f4[:,:,:]", "u1[:,:,:,::1]", "f4[:,:,::1]"
 _SIGNATURE = (
     f"void({_ROWS}, {_ROWS}, {_ROWS}, {_SLAB}, {_SLAB}, i8[:,:,::1], "
     f"{', '.join([_SLAB_OF_NUMBERS] * len(ACCUMULATORS))}, f4[:,:,:,::1], "
-    f"i8[:], b1[:], i8[:,:], i8, UniTuple(i8, 4), f4[:], i8[:,:], f4, f4, i8, f4, "
+    "f4[:,:,:,::1], f4[:,:,:,::1], "
+    "i8[:], b1[:], i8[:,:], i8, UniTuple(i8, 4), f4[:], i8[:,:], f4, f4, i8, f4, "
     f"{_SLAB_OF_NUMBERS})"
 )
 
@@ -307,6 +331,12 @@ _SIGNATURE = (
 def _cut(track, slot, head, first, end):
     """The numbers of some rows, ``[T]``, or none if the track is not wanted."""
     return track[slot, head, first:end] if track.shape[0] else track[:, 0, 0]
+
+
+@njit(error_model="numpy")
+def _ring(rings, slot, head):
+    """The exact copies of a head, ``[E, D]``, or none."""
+    return rings[slot, head] if rings.shape[2] else rings[0, 0]
 
 
 @njit(_SIGNATURE, parallel=True, cache=True, error_model="numpy")
@@ -322,6 +352,8 @@ def _decode(
     squares_logit,
     squares_logit2,
     window,
+    exact_keys,
+    exact_values,
     seq_len,
     live,
     bounds,
@@ -347,11 +379,17 @@ def _decode(
     for task in prange(num_tasks):
         slot, head, first, end = tasks[task]
         at = 0 if bounds.shape[0] else head
+        own_keys, own_values = _ring(exact_keys, slot, head), _ring(exact_values, slot, head)
         if task + 1 == before[slot * num_heads + head + 1]:  # it has the new row
             position = seq_len[slot]
             store(key[slot, head], forms[0], forms[1], keys[slot, at, end - 1])
             store(value[slot, head], forms[2], forms[3], values[slot, at, end - 1])
             positions[slot, at, end - 1] = position
+            # Other parts read other places of a ring: the row that was there is too far by now.
+            if own_keys.shape[0]:
+                own_keys[position % own_keys.shape[0]] = key[slot, head]
+            if own_values.shape[0]:
+                own_values[position % own_values.shape[0]] = value[slot, head]
             for member in range(group if window.shape[2] else 0):
                 own = head * group + member
                 for i in range(dim):
@@ -362,6 +400,10 @@ def _decode(
             queries,
             keys[slot, at, first:end],
             values[slot, at, first:end],
+            positions[slot, at, first:end],
+            seq_len[slot],
+            own_keys,
+            own_values,
             forms,
             softcap,
             logits[task] if accumulates else logits[:, 0],
@@ -424,6 +466,8 @@ class NumbaLayer:
                 for name in ACCUMULATORS
             ),
             _NO_WINDOW if layer.window is None else layer.window.numpy(),
+            _NO_RING if layer.exact_keys is None else layer.exact_keys.numpy(),
+            _NO_RING if layer.exact_values is None else layer.exact_values.numpy(),
             layer.seq_len.numpy(),
             layer.live.numpy(),
             _NO_BOUNDS if layer.bounds is None else layer.bounds.numpy(),

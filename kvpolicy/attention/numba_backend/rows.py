@@ -52,6 +52,24 @@ def numbers(stored, bits, size, scratch):
 
 
 @njit(error_model="numpy")
+def put_exact(rows, positions, newest, ring):
+    """Put exact copies in the place of those of some rows that are near enough to a query.
+
+    Args:
+        rows: What integers stand for, ``[T, D]``.
+        positions: Their positions, which rise, ``[T]``.
+        newest: Position of the query.
+        ring: The exact copies, ``[E, D]``, see `kvpolicy.attention.exact`.
+    """
+    size = ring.shape[0]
+    for row in range(rows.shape[0] - 1, -1, -1):
+        position = positions[row]
+        if position <= newest - size:
+            break
+        rows[row] = ring[position % size]
+
+
+@njit(error_model="numpy")
 def _from_bytes(stored, scratch):
     """Numbers of rows with a byte for each channel, whose head is a group."""
     dim = scratch.shape[1]

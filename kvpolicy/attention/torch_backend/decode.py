@@ -1,7 +1,7 @@
 """Decode attention that reads on the host how many rows are held, and attends to these only."""
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from collections.abc import Mapping
+from functools import lru_cache
 
 import attrs
 import numpy as np
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from kvpolicy.attention.accumulators import accumulate, read_logits
 from kvpolicy.attention.base import DecodeLayer, window_factor
 from kvpolicy.attention.blocks import blocks
+from kvpolicy.attention.exact import with_exact
 from kvpolicy.attention.integers import dequantize
 from kvpolicy.attention.softmax import Softmax
 
@@ -40,10 +41,9 @@ def store_and_attend(
         flat = flat if held.chosen is None else flat[held.chosen]
         slab.view(-1, *slab.shape[3:]).index_copy_(0, held.index, flat)
     _remember(layer, query, scaling)
+    _copy_exactly(layer, key, value)
     softmax = Softmax(softcap or None, sinks)
-    attend = attend_to_rows
-    if not layer.is_plain:
-        attend = partial(_attend_to_integers, layer.key_bits, layer.value_bits, key.dtype)
+    attend = _Attend(layer, key.dtype, value.shape[2])
     if held.places is not None:
         return _attend_to_places(layer, held, query, scaling, softmax, attend)
     mask, most = held.mask, held.most
@@ -53,6 +53,7 @@ def store_and_attend(
         query,
         layer.keys[:, :, :most],
         layer.values[:, :, :most],
+        layer.positions[:, :, :most],
         mask,
         {name: track[:, :, :most] for name, track in layer.accumulated_by_name.items()},
         None if held.chosen is None else layer.live,
@@ -127,7 +128,7 @@ def _attend_to_places(
     query: Tensor,
     scaling: float,
     softmax: Softmax,
-    attend: Callable[..., Tensor],
+    attend: "_Attend",
 ) -> Tensor:
     """Attend to rows that are copied out of the segments of their heads, ``[W, H_q, D]``."""
     places = held.places
@@ -138,10 +139,14 @@ def _attend_to_places(
         return rows.reshape(*places.shape, *slab.shape[3:])
 
     accumulated = {name: copied(track) for name, track in layer.accumulated_by_name.items()}
+    positions = copied(layer.positions)
+    if held.mask is not None:
+        positions = positions.masked_fill_(~held.mask[:, :, 0], -1)
     output = attend(
         query,
         copied(layer.keys),
         copied(layer.values),
+        positions,
         held.mask,
         accumulated,
         None if held.chosen is None else layer.live,
@@ -199,52 +204,69 @@ def attend_to_rows(
     return (weights.to(values.dtype) @ values).reshape(*query.shape[:2], -1)
 
 
-def _attend_to_integers(
-    key_bits: int,
-    value_bits: int,
-    dtype: torch.dtype,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    accumulated: Mapping[str, Tensor],
-    live: Tensor | None,
-    scaling: float,
-    softmax: Softmax,
-) -> Tensor:
-    """The same where keys or values are integers: some slots at a time are made numbers.
+@attrs.frozen(eq=False)
+class _Attend:
+    """Attends to rows of a layer: to integers some slots at a time, which are made numbers.
 
-    Args:
-        key_bits: Bits of the numbers of keys; 0: they are numbers as they are.
-        value_bits: Those of values.
+    Attributes:
+        layer: The layer.
         dtype: The model's precision.
-        query: ``[W, H_q, D]``.
-        keys: ``[W, H_kv, T, D]``, or bytes.
-        values: Likewise.
-        mask: As of `attend_to_rows`, like all that follow.
-        accumulated: Accumulators by name.
-        live: Slots whose rows receive anything.
-        scaling: Factor on the logits.
-        softmax: The layer's softmax.
+        value_dim: Size of a head of values.
     """
-    dim = query.shape[2]
-    output = torch.empty(query.shape, dtype=dtype)
-    for now in blocks(len(query), 2 * keys.shape[1:3].numel() * dim, query.device):
-        of_keys, of_values = (
-            dequantize(stored[now], dim, bits, dtype) if bits else stored[now]
-            for stored, bits in ((keys, key_bits), (values, value_bits))
-        )
-        output[now] = attend_to_rows(
-            query[now],
-            of_keys,
-            of_values,
-            None if mask is None else mask[now],
-            {name: track[now] for name, track in accumulated.items()},
-            None if live is None else live[now],
-            scaling,
-            softmax,
-        )
-    return output
+
+    layer: DecodeLayer
+    dtype: torch.dtype
+    value_dim: int
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        accumulated: Mapping[str, Tensor],
+        live: Tensor | None,
+        scaling: float,
+        softmax: Softmax,
+    ) -> Tensor:
+        """Attend as `attend_to_rows` does, to rows ``[W, H_kv, T, ...]`` at some positions."""
+        layer, dim = self.layer, query.shape[2]
+        if layer.is_plain:
+            return attend_to_rows(query, keys, values, mask, accumulated, live, scaling, softmax)
+        output = torch.empty(*query.shape[:2], self.value_dim, dtype=self.dtype)
+        per_query = keys.shape[1:3].numel() * (dim + self.value_dim)
+        for now in blocks(len(query), per_query, query.device):
+            at = positions[now], layer.seq_len[now]
+            output[now] = attend_to_rows(
+                query[now],
+                self._numbers(keys[now], dim, layer.key_bits, layer.exact_keys, now, *at),
+                self._numbers(
+                    values[now], self.value_dim, layer.value_bits, layer.exact_values, now, *at
+                ),
+                None if mask is None else mask[now],
+                {name: track[now] for name, track in accumulated.items()},
+                None if live is None else live[now],
+                scaling,
+                softmax,
+            )
+        return output
+
+    def _numbers(
+        self,
+        stored: Tensor,
+        dim: int,
+        bits: int,
+        ring: Tensor | None,
+        now: slice,
+        positions: Tensor,
+        newest: Tensor,
+    ) -> Tensor:
+        """Keys or values of some slots as numbers."""
+        if not bits:
+            return stored
+        rows = dequantize(stored, dim, bits, self.dtype)
+        return rows if ring is None else with_exact(rows, positions, ring[now], newest)
 
 
 def _remember(layer: DecodeLayer, query: Tensor, scaling: float) -> None:
@@ -256,6 +278,14 @@ def _remember(layer: DecodeLayer, query: Tensor, scaling: float) -> None:
     query = query if factor == 1 else query * factor
     slots = layer.live.nonzero()[:, 0]
     window[slots, :, layer.seq_len[slots] % window.shape[2]] = query[slots]
+
+
+def _copy_exactly(layer: DecodeLayer, key: Tensor, value: Tensor) -> None:
+    """Copy the new rows into the rings of the slots that take part."""
+    for ring, new in ((layer.exact_keys, key), (layer.exact_values, value)):
+        if ring is not None:
+            slots = layer.live.nonzero()[:, 0]
+            ring[slots, :, layer.seq_len[slots] % ring.shape[2]] = new[slots].to(ring.dtype)
 
 
 def _in_window(layer: DecodeLayer, num_rows: int, mask: Tensor | None) -> Tensor | None:

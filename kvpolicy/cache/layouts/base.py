@@ -30,6 +30,7 @@ from kvpolicy.cache.counts import Counts
 from kvpolicy.cache.layouts.span import Columns, Entries, Span
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
+from kvpolicy.features import feature
 
 #: Tokens that a slot takes where nothing is ever due.
 PLENTY = sys.maxsize
@@ -75,6 +76,11 @@ class Layer:
     @property
     def row_bytes(self) -> int:
         """Bytes of the keys and values of a row, in all heads, as they are stored."""
+        return 0
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of a slot's exact copies of its newest rows."""
         return 0
 
     @property
@@ -216,7 +222,7 @@ class RowLayout(Layout):
         """Slots, each in a layer of the arena of ``layer``, as entries of a batch."""
         firsts = self._firsts
         places = [firsts[one] + slot for one, slot in zip(layers, slots, strict=True)]
-        return Entries(slot_index(places), layer.shape.device)
+        return Entries(slot_index(places), layer.shape.device, self.counts.seq_len[list(slots)])
 
     def new_arena(self, shape: LayerShape, slab: Slab, num_layers: int, num_slots: int) -> Arena:
         """Allocate slabs."""
@@ -238,6 +244,8 @@ class RowLayout(Layout):
         assert isinstance(new, LayerCache)
         if new.window is not None and old.window is not None:
             new.window[:, :, : old.window.shape[2]] = old.window
+        for name, ring in new.store.exact.items():
+            ring[:] = old.store.exact[name]
         self.widen_rows(old, new)
 
     def widen_rows(self, old: "LayerCache", new: "LayerCache") -> None:
@@ -351,6 +359,9 @@ class RowLayout(Layout):
             int(counts.compacted_at[place]),
             min(int(counts.prompt_rows[place]), num_rows),
             num_rows,
+            exact={
+                name: ring[slot, :, :seq_len].clone() for name, ring in layer.store.exact.items()
+            },
         )
 
     def fill(self, layer: Layer, slot: int, contents: LayerContents) -> None:
@@ -370,6 +381,8 @@ class RowLayout(Layout):
         if layer.window is not None:
             assert contents.window is not None
             layer.window[slot, :, : contents.window.shape[1]] = contents.window
+        for name, rows in contents.exact.items():
+            layer.store.exact[name][slot, :, : rows.shape[1]] = rows
 
 
 class Around(RowLayout):
@@ -486,6 +499,11 @@ class LayerCache(Layer):
         self.window = None if arena.window is None else arena.window[self.slots]
         bounds = arena.tables.get("bounds")
         self.bounds = None if bounds is None else bounds[self.slots]
+        self._around: Callable[[OpenRows], OpenRows] | None = None
+        if self.store.exact:
+            self._around = feature(
+                "kvpolicy.cache.exact_rows", "OpenExact", "rows in 4 bits whose newest are exact"
+            )
 
     @property
     def static_problem(self) -> str | None:
@@ -498,6 +516,11 @@ class LayerCache(Layer):
     def row_bytes(self) -> int:
         """Bytes of the keys and values of a row, in all heads, as they are stored."""
         return sum(slab[0, :, :1].nbytes for slab in self.store.slabs)
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of a slot's exact copies of its newest rows."""
+        return sum(ring[0].nbytes for ring in self.store.exact.values())
 
     @property
     def keys(self) -> Tensor:
@@ -513,6 +536,11 @@ class LayerCache(Layer):
     def slabs(self) -> list[Tensor]:
         """What has a place for every row, as it is stored; the first axis is always the slot."""
         return [*self.store.slabs, self.positions, *self.tracks.values()]
+
+    def open(self, tokens: NewTokens) -> "OpenRows":
+        """Begin a forward."""
+        opened = self.layout.open(self, tokens)
+        return opened if self._around is None else self._around(opened)
 
     def rows_of(self, slot: int) -> Span:
         """All rows that a slot holds, as one entry."""
@@ -553,6 +581,14 @@ class OpenRows(ABC):
     @abstractmethod
     def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store new rows, ``[B, H_kv, L, D]``; return all to attend to, ``[B, H_kv, T, D]``."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the rows that `store` returned, ``[B, H_kv, T]``; -1 where there is none.
+
+        Asked only of what a layout has opened, once rows are stored.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def receive(self, name: str, received: Tensor) -> None:
@@ -616,6 +652,11 @@ class OpenSlabs(OpenRows):
         if not store.is_plain:
             self.layer.layout.counts.note_copy(sum(one.nbytes for one in rows))
         return rows
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the rows attended to."""
+        return self.read(self.layer.positions)
 
     def receive(self, name: str, received: Tensor) -> None:
         """Note what the rows attended to have received."""

@@ -133,8 +133,8 @@ def _all_weights(
     entries: Entries, arena: SlabArena, num_rows: int, weights_of: Callable[..., Tensor]
 ) -> Tensor:
     """Weights of the first rows of entries, those of prompts included."""
-    keys = arena.store.keys.read(lambda slab: entries.of(slab[:, :, :num_rows]))
-    positions = entries.of(arena.positions[:, :, :num_rows])
+    every = EvenSpan(entries, num_rows)
+    keys, positions = every.numbers(arena, arena.store.keys), every.read(arena.positions)
     # What is behind the rows of an entry is seen by no query.
     unseen = torch.iinfo(positions.dtype).max
     return weights_of(keys, positions.masked_fill(positions < 0, unseen))

@@ -115,7 +115,7 @@ class Ragged(RowLayout):
             row, bool.
         """
         device, capacity = layer.shape.device, layer.slab.capacity
-        entries = Entries(served, device)
+        entries = Entries(served, device, self.counts.seq_len[served])
         numbers = upload(rows, device)[:, None, None] + torch.arange(-num_columns, 0, device=device)
         places, present = places_of(entries.of(bounds_of(layer)), capacity, numbers)
         pools = entries.places * layer.shape.num_kv_heads * capacity
@@ -192,7 +192,7 @@ class RaggedSpan(Span):
 
     def observed(self, arena: SlabArena, weights_of: Callable[..., Tensor]) -> Tensor:
         """Attention weights of these rows."""
-        keys = arena.store.keys.read(self.read)
+        keys = self.numbers(arena, arena.store.keys)
         return weights_of(keys, self.read(arena.positions), present=self.present)
 
     def keep(

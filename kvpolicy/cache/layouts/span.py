@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.exact import with_exact
 from kvpolicy.cache.arena import SlabArena
+from kvpolicy.cache.store import StoredRows
 from kvpolicy.devices import upload
 
 
@@ -20,7 +22,11 @@ class Entries:
         index: The same as an index; a slice if they are in equal steps, so that it gives views.
     """
 
-    def __init__(self, places: slice | list[int], device: torch.device) -> None:
+    def __init__(
+        self, places: slice | list[int], device: torch.device, seq_len: np.ndarray
+    ) -> None:
+        """Take places in the arena, and the tokens that each sequence has seen, ``[B]``."""
+        self._seq_len = seq_len
         self.index: slice | Tensor
         if isinstance(places, slice):
             self.index = places
@@ -36,6 +42,11 @@ class Entries:
         if isinstance(self.index, slice):
             return tensor[self.index]
         return tensor.index_select(0, self.index)
+
+    @property
+    def newest(self) -> Tensor:
+        """Position of the newest token of each sequence, ``[B]``."""
+        return upload(self._seq_len - 1, self.places.device)
 
 
 @attrs.frozen(eq=False)
@@ -79,6 +90,14 @@ class Span(ABC):
     def write(self, slab: Tensor, rows: Tensor) -> None:
         """Replace these rows of a slab of the arena."""
 
+    def numbers(self, arena: SlabArena, stored: StoredRows) -> Tensor:
+        """These rows of keys or values as attention reads them, ``[B, H_kv, T, D]``."""
+        rows = stored.read(self.read)
+        if stored.exact is None:
+            return rows
+        ring, positions = self.entries.of(stored.exact), self.read(arena.positions)
+        return with_exact(rows, positions, ring, self.entries.newest)
+
     @abstractmethod
     def keep(
         self,
@@ -106,7 +125,7 @@ class Span(ABC):
             weights_of: Gives the weights of keys ``[B, H_kv, N, D]`` at positions
                 ``[B, H_kv, N]``, and takes ``present``, bool likewise: those that there are.
         """
-        return weights_of(arena.store.keys.read(self.read), self.read(arena.positions))
+        return weights_of(self.numbers(arena, arena.store.keys), self.read(arena.positions))
 
 
 @attrs.frozen(eq=False)

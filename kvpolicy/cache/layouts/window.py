@@ -133,8 +133,7 @@ class OpenWindow(OpenEven):
         """Write the new rows behind those held."""
         rows = super().store(keys, values)
         if self._by_position:
-            positions = self.read(self.layer.positions)
-            self.visible = _in_sight(self.layer, self.tokens, positions, self.visible)
+            self.visible = _in_sight(self.layer, self.tokens, self.positions, self.visible)
         return rows
 
 
@@ -179,12 +178,16 @@ class OpenSliding(OpenRows):
         tokens.beside_bytes += sum(new.nbytes for new in self._new)
         all_rows = [self._joined(*pair, 0) for pair in zip(store.slabs, self._new, strict=True)]
         if self._by_position:
-            positions = self._joined(self.layer.positions, self._ones.positions[:, None], -1)
-            self.visible = _in_sight(self.layer, tokens, positions, self.visible)
+            self.visible = _in_sight(self.layer, tokens, self.positions, self.visible)
         found = store.keys.decode(all_rows[0]), store.values.decode(all_rows[1])
         copies = {id(rows): rows.nbytes for rows in (*all_rows, *found)}
         self._counts.note_copy(sum(copies.values()) + tokens.beside_bytes)
         return found
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the old rows, then of the new ones."""
+        return self._joined(self.layer.positions, self._ones.positions[:, None], -1)
 
     def receive(self, name: str, received: Tensor) -> None:
         """Note what rows have received, of those that stay."""

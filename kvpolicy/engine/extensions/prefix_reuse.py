@@ -417,8 +417,7 @@ class PrefixReuse(Extension):
     def _stride_of_states(self) -> int:
         """Tokens, whole blocks, whose rows take as many bytes as the states of a sequence."""
         block, cache = self._store.block_tokens, self.cache
-        of_states = sum(layer.shape.state_bytes for layer in cache.states.values())
-        return max(-(-of_states // (block * int(cache.row_bytes.sum()))), 1) * block
+        return max(-(-cache.fixed_bytes // (block * int(cache.row_bytes.sum()))), 1) * block
 
     def _next_key(self, seq: Sequence, progress: _Progress) -> bytes | None:
         """The key of the state that is stored next; ``None``: none is."""

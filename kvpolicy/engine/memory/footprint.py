@@ -45,6 +45,7 @@ class LayerFootprint:
             which attention and policies read it.
         state_bytes_per_slot: Bytes of its states of fixed size, which no budget changes.
         source: The layer whose rows it attends to, and which allocates them; ``None``: itself.
+        exact_bytes_per_slot: Bytes of the exact copies of its newest rows, likewise.
     """
 
     plan: LayerPlan
@@ -58,6 +59,7 @@ class LayerFootprint:
     plain_bytes_per_row: int
     state_bytes_per_slot: int = 0
     source: int | None = None
+    exact_bytes_per_slot: int = 0
 
     @property
     def layer_idx(self) -> int:
@@ -69,10 +71,11 @@ class LayerFootprint:
         plan = self.plan.to_dict()
         if self.sliding_window is not None:
             plan.pop("prefill_buffer", None)  # it has no rows beside its slabs
-        sizes = ("sliding_window", "rows_per_slot", "bytes_per_slot")
-        states = ("state_bytes_per_slot",) if self.state_bytes_per_slot else ()
+        sizes: tuple[str, ...] = ("sliding_window", "rows_per_slot", "bytes_per_slot")
+        fixed = ("state_bytes_per_slot", "exact_bytes_per_slot")
+        sizes += tuple(size for size in fixed if getattr(self, size))
         source = {} if self.source is None else {"source": self.source}
-        return plan | {size: getattr(self, size) for size in (*sizes, *states)} | source
+        return plan | {size: getattr(self, size) for size in sizes} | source
 
     def same_as(self, other: "LayerFootprint") -> bool:
         """Whether two layers differ in their number only."""
@@ -158,10 +161,20 @@ class Footprint:
         """The most bytes of a temporary copy.
 
         A compaction copies rows of one layer at a time; with rows beside slabs, or in integers, so
-        does a forward.
+        does a forward. Exact copies of its newest rows wait in all layers until it is done.
         """
-        of_slot = max(one.rows_per_slot * one.plain_bytes_per_row for one in self.layers)
-        return max(self.slots * of_slot, self.num_staged * self.staged_copy_bytes)
+        of_slot = max(self._copied_rows(one) * one.plain_bytes_per_row for one in self.layers)
+        waiting = sum(layer.exact_bytes_per_slot for layer in self.layers)
+        copied = max(self.slots * of_slot, self.num_staged * self.staged_copy_bytes)
+        return copied + self.slots * waiting
+
+    def _copied_rows(self, layer: LayerFootprint) -> int:
+        """Rows of a slot that are copied at once.
+
+        With exact ones: all, and another copy of them with those that are read exactly behind it.
+        """
+        rows, exact = layer.rows_per_slot, layer.plan.rows.exact
+        return 2 * rows + min(rows, exact + self.max_tokens_per_forward) if exact else rows
 
     @property
     def needed_bytes(self) -> int:
@@ -259,6 +272,7 @@ def footprint(
                 window_bytes_per_slot=window_bytes,
                 plain_bytes_per_row=shape.row_bytes,
                 state_bytes_per_slot=shape.state_bytes,
+                exact_bytes_per_slot=cache.exact_bytes,
             )
         )
     dtype = str(adapter.model.dtype).removeprefix("torch.")

@@ -3,7 +3,7 @@
 Parts follow each other: of one prompt, a part for each block of its tokens. Each has the rows that
 have come since the one before, so that the parts of a prompt hold every row once, and prompts with
 equal beginnings share parts. What changes with every token it has as a whole: accumulators of all
-rows, queries, states of fixed size, registers and memory.
+rows, queries, exact copies of the newest rows, states of fixed size, registers and memory.
 """
 
 import sys
@@ -107,6 +107,7 @@ def _joined_layer(
         tracks={name: track(name) for name in last.tracks},
         window=None if last.window is None else last.window.to(device),
         states={name: state.to(device) for name, state in last.states.items()},
+        exact={name: newest.to(device) for name, newest in last.exact.items()},
     )
 
 

@@ -222,6 +222,7 @@ def _named(layer: LayerContents) -> dict[str, Tensor]:
     named = {"keys": layer.keys, "values": layer.values, "positions": layer.positions}
     named |= {f"track.{name}": track for name, track in layer.tracks.items()}
     named |= {f"state.{name}": state for name, state in layer.states.items()}
+    named |= {f"exact.{name}": rows for name, rows in layer.exact.items()}
     return named if layer.window is None else named | {"queries": layer.window}
 
 
@@ -240,6 +241,7 @@ def _layer(
         states={
             one["name"]: tensors[f"{prefix}state.{one['name']}"] for one in shape.get("states", ())
         },
+        exact={name: tensors[f"{prefix}exact.{name}"] for name in _exact_sides(shape)},
     )
 
 
@@ -276,6 +278,10 @@ def _problem(snapshot: SequenceSnapshot) -> str | None:
                 f"state.{one['name']}": (list(one["size"]), getattr(torch, one["dtype"]))
                 for one in shape.get("states", ())
             },
+            **{
+                f"exact.{name}": ([heads, min(shape["exact"], seq_len), dim], dtype)
+                for name, dim in _exact_sides(shape).items()
+            },
             "queries": (
                 [shape["num_heads"], min(shape["num_queries"], seq_len), size],
                 dtype,
@@ -307,6 +313,13 @@ def _problem(snapshot: SequenceSnapshot) -> str | None:
         if list(snapshot.states.shape) != size:
             return f"states have shape {list(snapshot.states.shape)}; expected {size}"
     return None
+
+
+def _exact_sides(shape: dict[str, Any]) -> dict[str, int]:
+    """Size of a head of keys or values whose newest rows are exact, by name."""
+    sizes = {"keys": shape["head_dim"], "values": shape.get("value_dim", shape["head_dim"])}
+    bits = {"keys": shape.get("key_bits"), "values": shape.get("value_bits")}
+    return {name: dim for name, dim in sizes.items() if shape.get("exact") and bits[name] == 4}
 
 
 def _expected_rows(

@@ -93,7 +93,7 @@ Rows = Annotated[
     _policy(
         "--rows",
         metavar="FORMAT,...",
-        help="Precisions of rows in which every plan runs: model, int8, or KEYS/VALUES as in "
+        help="Precisions of rows in which every plan runs: model, int8, int4, or KEYS/VALUES as in "
         "int8/int4. [default: the plans']",
     ),
 ]

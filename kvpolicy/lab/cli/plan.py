@@ -55,6 +55,7 @@ from kvpolicy.lab.cli.plan_suggest import suggest
 if TYPE_CHECKING:
     from kvpolicy.engine.memory.footprint import Footprint, LayerFootprint
     from kvpolicy.plan.plan import PlanCheck
+    from kvpolicy.plan.spec import RowFormats
 
 _PLANS = names_of("kvpolicy.plans", ".toml")
 
@@ -344,7 +345,7 @@ def _row(group: "list[LayerFootprint]", *, windows: bool) -> list[str]:
         "all" if plan["budget"] is None else f"{prompt}{plan['budget']:,}{shared}",
         "-" if plan["buffer"] is None else f"{plan['buffer']:,}{_prefill_buffer(plan)}",
         *([f"{first.sliding_window:,}" if first.sliding_window else "-"] if windows else []),
-        f"{first.rows_per_slot:,}{_format(plan)}",
+        f"{first.rows_per_slot:,}{_format(first.plan.rows)}",
         format_bytes(first.bytes_per_slot) + each,
         " + ".join(_policy(spec) for spec in plan["stack"]),
     ]
@@ -354,10 +355,11 @@ def _prefill_buffer(plan: dict[str, Any]) -> str:
     return f", prefill {plan['prefill_buffer']:,}" if "prefill_buffer" in plan else ""
 
 
-def _format(plan: dict[str, Any]) -> str:
+def _format(rows: "RowFormats") -> str:
     """How rows are stored, if not in the model's precision."""
-    rows = plan.get("rows", "")
-    return f" {rows if isinstance(rows, str) else '/'.join(rows.values())}".rstrip()
+    from kvpolicy.plan.spec import PLAIN_ROWS
+
+    return "" if rows == PLAIN_ROWS else f" {rows}"
 
 
 def _policy(spec: dict[str, Any]) -> str:

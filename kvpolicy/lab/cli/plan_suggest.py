@@ -373,8 +373,10 @@ def _budget(one: "Footprint") -> str:
 
 
 def _arithmetic(one: "Footprint", memory: int | None) -> list[str]:
-    headers = ["layers", "rows/slot", "KV/row", "other/row", "queries", "bytes/slot"]
-    rows = [_row(group) for group in one.groups]
+    exact = any(layer.exact_bytes_per_slot for layer in one.layers)
+    columns = ["queries", *(["exact"] if exact else [])]
+    headers = ["layers", "rows/slot", "KV/row", "other/row", *columns, "bytes/slot"]
+    rows = [_row(group, exact=exact) for group in one.groups]
     table = format_table(headers, rows, right=range(1, len(headers)), width=terminal_width())
     shared = one.shared_bytes_per_slot
     beside = f" with {shared:,} B that belong to no layer" if shared else ""
@@ -392,7 +394,7 @@ def _arithmetic(one: "Footprint", memory: int | None) -> list[str]:
     ]
 
 
-def _row(group: "list[LayerFootprint]") -> list[str]:
+def _row(group: "list[LayerFootprint]", *, exact: bool) -> list[str]:
     first, last = group[0], group[-1]
     each = "" if first is last else f"{len(group)} x "
     return [
@@ -401,6 +403,7 @@ def _row(group: "list[LayerFootprint]") -> list[str]:
         f"{first.kv_bytes_per_row:,}",
         f"{first.other_bytes_per_row:,}",
         f"{first.window_bytes_per_slot:,}",
+        *([f"{first.exact_bytes_per_slot:,}"] if exact else []),
         f"{each}{first.bytes_per_slot:,}",
     ]
 

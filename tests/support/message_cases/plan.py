@@ -80,7 +80,12 @@ CASES: dict[str, Callable[[Path], object]] = {
     },
     **{
         f"rows in {rows}": rows_in(rows)
-        for rows in ("int2", "int4", {"keys": "int4"}, {"key": "int8"}, 8, {})
+        for rows in (
+            *("int2", {"key": "int8"}, 8, {}, {"exact": 9}),
+            {"keys": "int4", "exact": 0},
+            {"keys": "int8", "exact": 9},
+            {"values": "int4", "exact": -1},
+        )
     },
     "knobs of a policy elsewhere": lambda _: Plan.uniform(
         "rkv", budget=64, knobs={"h2o": {"n_recent": 3}}
