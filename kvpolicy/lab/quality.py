@@ -35,7 +35,7 @@ class Quality:
 
     Attributes:
         policy: Name of its policies.
-        budget: Its budget.
+        budget: Its budget; ``None``: nothing is evicted.
         plan: The plan.
         num_tokens: Tokens that were compared.
         match: Share of them for which plan and full cache have the same likeliest token. The
@@ -46,7 +46,7 @@ class Quality:
     """
 
     policy: str
-    budget: int
+    budget: int | None
     plan: Plan = attrs.field(repr=False)
     num_tokens: int
     match: Interval
@@ -85,13 +85,17 @@ class QualityMeter:
         self._full: FullRun | None = None
 
     def measure(
-        self, policy: str, budget: int, plan: Plan, told: Callable[[int], None] = lambda _: None
+        self,
+        policy: str,
+        budget: int | None,
+        plan: Plan,
+        told: Callable[[int], None] = lambda _: None,
     ) -> Quality:
         """Measure a plan.
 
         Args:
             policy: Name of its policies.
-            budget: Its budget.
+            budget: Its budget; ``None``: nothing is evicted.
             plan: The plan.
             told: Is told of every step how many tokens were compared.
 
@@ -109,7 +113,8 @@ class QualityMeter:
             told(num_done)
             for result in events.results:
                 if result.error is not None:
-                    msg = f"{policy} with {budget:,} rows has failed on a passage: {result.error}"
+                    rows = "all" if budget is None else f"{budget:,}"
+                    msg = f"{policy} with {rows} rows has failed on a passage: {result.error}"
                     raise KVPolicyError(msg)
                 outcome = trial.outcome(result)
                 found.append((len(result.tokens), outcome.values))
@@ -164,15 +169,18 @@ def descend(
         left = [one.policy for one in found if one.match.value >= enough]
 
 
-def best(found: Sequence[Quality], enough: float) -> Quality | None:
-    """The plan to use: of the least budget that is enough, the one with the least output error.
+def best(
+    found: Sequence[Quality], enough: float, num_bytes: Callable[[Quality], int]
+) -> Quality | None:
+    """The plan to use: of the fewest bytes that are enough, the one with the least output error.
 
     Args:
         found: What was measured.
         enough: The quality that is enough.
+        num_bytes: Bytes that a plan allocates for a sequence.
 
     Returns:
         ``None`` if none is good enough.
     """
     passing = [one for one in found if one.match.value >= enough]
-    return min(passing, key=lambda one: (one.budget, one.output_error), default=None)
+    return min(passing, key=lambda one: (num_bytes(one), one.output_error), default=None)

@@ -54,13 +54,26 @@ def test_the_least_budget_that_is_enough_is_found(
         for budget, match in zip(budgets, row, strict=True)
         if match >= enough and (error, budget) != (refusing, 100)
     ]
-    chosen = best(found, enough)
+    chosen = best(found, enough, lambda one: one.budget)
     assert (chosen and (chosen.budget, chosen.output_error)) == min(passing, default=None)
     asked = [(one.policy, one.budget) for one in found]
     assert len(set(asked)) == len(asked)
     for policy, budget in asked:
         larger = budgets[: budgets.index(budget)]
         assert all(table[int(policy)][budgets.index(one)] >= enough for one in larger)
+
+
+def test_of_plans_that_are_good_enough_the_one_of_fewest_bytes_is_chosen() -> None:
+    found = [
+        quality("a", 8, 0.9),
+        quality("b", 4, 0.9, 2.0),
+        quality("c", 9, 0.9),
+        quality("d", 2, 0.8),
+    ]
+    sizes = {"a": 5, "b": 3, "c": 3, "d": 1}
+    chosen = best(found, 0.85, lambda one: sizes[one.policy])
+    assert chosen is not None
+    assert chosen.policy == "c", "of as many bytes, the least error"
 
 
 def test_a_policy_that_protects_more_than_any_budget_is_an_error() -> None:

@@ -93,6 +93,51 @@ def suggest(
     return Suggestion(chosen[-1], found, enough)
 
 
+@attrs.frozen
+class Fitting:
+    """What fits into a memory beside another suggestion, such as with rows in fewer bits.
+
+    Attributes:
+        largest: The plan with the largest budget for as many slots; ``None``: none fits.
+        most_slots: The most slots with the same budget.
+    """
+
+    largest: Footprint | None
+    most_slots: int
+
+
+def in_equal_bytes(
+    plan_of: PlanOf,
+    model: PreTrainedModel,
+    *,
+    longest: int,
+    longest_prompt: int | None = None,
+    memory: int,
+    slots: int,
+    budget: int,
+) -> Fitting:
+    """What other plans have in a memory for as many slots, and with the same budget.
+
+    Args:
+        plan_of: Makes the plan for a budget.
+        model: The model; it may be on the device ``meta``.
+        longest: Tokens of the longest sequence.
+        longest_prompt: Tokens of the longest prompt.
+        memory: Bytes for the cache.
+        slots: As many slots.
+        budget: The same budget.
+
+    Raises:
+        KVPolicyError: The plan or the model is refused.
+    """
+    fit = _Fit(plan_of, model, longest, longest_prompt, memory)
+    try:
+        largest = fit.largest(slots)
+    except BudgetError:
+        return Fitting(None, fit.most_slots(budget))
+    return Fitting(largest, fit.most_slots(budget))
+
+
 class _Fit:
     """Finds what a plan can have within a memory."""
 

@@ -1,14 +1,17 @@
 """``kvpolicy plan suggest``: the budget, buffer and slots that fit into a memory or keep a quality.
 
 With ``--json``, prints ``{"model", "dtype", "length", "memory", "memory_of_cache", "weights",
-"suggested", "alternatives"}``; without ``--memory``, both memories are null, and there are no
-alternatives. ``suggested`` has the fields of ``plan show --json``, and in each layer
-``"kv_bytes_per_row"``, ``"other_bytes_per_row"`` and ``"window_bytes_per_slot"``; alternatives are
-``{"slots", "budget", "buffer", "bytes_per_slot", "bytes", "whole"}``, where ``whole`` says that
-nothing would be evicted. With ``--quality`` there is also ``"quality"``: ``{"wanted", "text",
-"passages", "tokens", "elapsed_s", "measured"}``, where ``measured`` has for each plan ``{"policy",
-"budget", "match", "retained_attention", "look_backs_held", "output_error", "bytes_per_slot",
-"full_bytes_per_slot"}``, and ``match`` is ``{"value", "low", "high"}``.
+"suggested", "alternatives", "precisions"}``; without ``--memory``, both memories are null, and
+there are no alternatives and no precisions. ``suggested`` has the fields of ``plan show --json``,
+and in each layer ``"kv_bytes_per_row"``, ``"other_bytes_per_row"`` and ``"window_bytes_per_slot"``;
+alternatives are ``{"slots", "budget", "buffer", "bytes_per_slot", "bytes", "whole"}``, where
+``whole`` says that nothing would be evicted. ``precisions`` are ``{"rows", "largest",
+"slots_with_budget"}``: the alternative with as many slots as are suggested, which is null if none
+fits, and how many slots fit with the budget that is suggested. With ``--quality`` there is also
+``"quality"``: ``{"wanted", "text", "passages", "tokens", "elapsed_s", "measured"}``, where
+``measured`` has for each plan ``{"policy", "rows", "budget", "match", "retained_attention",
+"look_backs_held", "output_error", "bytes_per_slot", "full_bytes_per_slot"}``, ``match`` is
+``{"value", "low", "high"}``, and a budget is null if nothing is evicted.
 """
 
 import sys
@@ -55,12 +58,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvpolicy.engine.memory.footprint import Footprint, LayerFootprint
-    from kvpolicy.engine.memory.suggestion import PlanOf, Suggestion
+    from kvpolicy.engine.memory.suggestion import Fitting, PlanOf, Suggestion
     from kvpolicy.plan.plan import Plan
 
 QUALITY = "Quality"
 
 _PASSAGES = 4
+_PRECISIONS = ("model", "int8", "int8/int4", "int4")
 _SHORTEST = 16  # sequence whose quality can be measured
 
 
@@ -96,6 +100,16 @@ def suggest(
         ),
     ] = None,
     prefill_buffer: PrefillBuffer = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT,...",
+            help="Precisions of rows to compare: model, int8, int4, or KEYS/VALUES as in "
+            "int8/int4. The first is suggested; with --quality, what is measured to be best. "
+            "[default: model,int8,int8/int4,int4]",
+            rich_help_panel=POLICY,
+        ),
+    ] = None,
     keep: Annotated[
         float,
         typer.Option(
@@ -115,8 +129,9 @@ def suggest(
         typer.Option(
             min=0,
             max=1,
-            help="Choose the least budget, and the policy, with which the likeliest token is that "
-            "of the full cache for this share of the tokens of a text, measured now: 0.99.",
+            help="Choose precision, policy and budget of the fewest bytes with which the likeliest "
+            "token is that of the full cache for this share of the tokens of a text, measured now: "
+            "0.99.",
             rich_help_panel=QUALITY,
         ),
     ] = None,
@@ -165,23 +180,29 @@ def suggest(
     if output is not None:
         check_new_file(output, ".toml")
     register_plugins(plugin)
+    from kvpolicy.engine.memory.suggestion import budget_of, in_equal_bytes
     from kvpolicy.engine.memory.suggestion import suggest as suggest_plan
     from kvpolicy.model.loading import load_skeleton
 
-    def plans_of(stack: list[str], option: str) -> "PlanOf":
-        def plan_of(rows: int) -> "Plan":
-            numbers = {"budget": rows, "buffer": buffer, "prefill_buffer": prefill_buffer}
-            return plan_of_policies(stack, numbers, overrides or [], option=option)
-
-        plan_of(length)  # a mistake in the plan is found before the model
-        return plan_of
-
     if policy or quality is None:
         stack = policy or [_default_policy()]
-        candidates = {"+".join(stack): plans_of(stack, "--policy")}
+        stacks, option = {"+".join(stack): stack}, "--policy"
     else:
         names = parse_names("--policies", policies) or _default_policies()
-        candidates = {name: plans_of([name], "--policies") for name in names}
+        stacks, option = {name: [name] for name in names}, "--policies"
+
+    def plans_of(name: str, form: str | None) -> "PlanOf":
+        def plan_of(budget: int) -> "Plan":
+            numbers: dict[str, int | str | None] = {"budget": budget, "buffer": buffer}
+            numbers |= {"prefill_buffer": prefill_buffer, "rows": form}
+            return plan_of_policies(stacks[name], numbers, overrides or [], option=option)
+
+        return plan_of
+
+    precisions = _precisions(rows, overrides or [])
+    for name in stacks:  # a mistake in a plan is found before the model
+        for form in precisions:
+            plans_of(name, form)(length)
     skeleton = load_skeleton(model, dtype=dtype, trust_remote_code=trust_remote_code)
     weights = _weight_bytes(skeleton)
     for_cache = num_bytes - weights if num_bytes is not None and with_weights else num_bytes
@@ -192,10 +213,12 @@ def suggest(
         )
         raise KVPolicyError(msg)
     fit = partial(suggest_plan, longest=length, longest_prompt=prompt_tokens)
-    plan_of, measured = next(iter(candidates.values())), None
+    plan_of, measured = plans_of(next(iter(stacks)), precisions[0]), None
     if quality is not None:
-        from kvpolicy.lab.cli.plan_quality import measure_candidates
+        from kvpolicy.lab.cli.plan_quality import Candidates, measure_candidates
         from kvpolicy.lab.models import ModelCache
+        from kvpolicy.plan.plan import Plan
+        from kvpolicy.plan.toml import Override
 
         models = ModelCache(
             dtype=dtype,
@@ -209,14 +232,19 @@ def suggest(
 
         measured = measure_candidates(
             lambda: models.open(model),
-            candidates,
+            Candidates(
+                precisions,
+                list(stacks),
+                plans_of,
+                lambda form: Plan.full_cache([Override("rows", form, f"--rows {form}")]),
+            ),
             footprint_of,
             length=length,
             quality=quality,
             of=of,
             passages=passages or _PASSAGES,
         )
-        plan_of, budget = candidates[measured.best.policy], measured.best.budget
+        plan_of, budget = measured.plan_of, measured.best.budget or length
     found = fit(
         plan_of,
         skeleton,
@@ -227,16 +255,32 @@ def suggest(
     )
     if for_cache is None:
         found = attrs.evolve(found, alternatives=())
+    compared: dict[str, Fitting] = {}
+    if for_cache is not None:
+        like = partial(plans_of, next(iter(stacks))) if measured is None else measured.in_precision
+        fit_beside = partial(
+            in_equal_bytes,
+            model=skeleton,
+            longest=length,
+            longest_prompt=prompt_tokens,
+            memory=for_cache,
+            slots=found.chosen.slots,
+            budget=budget_of(found.chosen),
+        )
+        plans = [like(form) for form in precisions]
+        compared = {str(plan_of(length).rows): fit_beside(plan_of) for plan_of in plans}
     if output is not None:
         _write_plan(found.chosen, output, model)
     if json:
         given = {"length": length, "memory": num_bytes, "memory_of_cache": for_cache}
         head = {"model": model, "dtype": found.chosen.dtype, **given, "weights": weights}
         of_quality = {} if measured is None else {"quality": measured.to_dict()}
-        print_json({**head, **of_quality, **_to_dict(found)}, indent=2)
+        of_rows = {"precisions": [_precision(*one) for one in compared.items()]}
+        print_json({**head, **of_quality, **_to_dict(found), **of_rows}, indent=2)
     else:
         lines = [] if measured is None else [*measured.lines(), ""]
         lines += _lines(found, model, for_cache, weights, with_weights=with_weights)
+        lines += ["", *_precision_lines(found.chosen, compared)] if compared else []
         print_lines(lines)
 
 
@@ -255,6 +299,15 @@ def _default_policies() -> list[str]:
     stacks = [one.plan["stack"] for one in load_series(None) if "stack" in one.plan]
     named = ["+".join(stack) for stack in stacks if all(isinstance(name, str) for name in stack)]
     return list(dict.fromkeys(named))  # one may be in several precisions
+
+
+def _precisions(rows: str | None, overrides: list[str]) -> list[str | None]:
+    """The precisions that are compared, the plan's first; ``None``: what ``--set`` says of rows."""
+    is_set = any(one.partition("=")[0].strip() == "rows" for one in overrides)
+    if rows is not None and is_set:
+        msg = "--rows and --set rows were given; leave one out."
+        raise KVPolicyError(msg)
+    return [None] if is_set else [*(parse_names("--rows", rows) or _PRECISIONS)]
 
 
 def _check_given(
@@ -303,26 +356,33 @@ def _write_plan(found: "Footprint", output: Path, model: str) -> None:
 
 
 def _to_dict(found: "Suggestion") -> dict[str, Any]:
-    from kvpolicy.engine.memory.suggestion import budget_of, is_whole
-
     sizes = ("kv_bytes_per_row", "other_bytes_per_row", "window_bytes_per_slot")
     suggested = found.chosen.to_dict()
     for shown, layer in zip(suggested["layers"], found.chosen.layers, strict=True):
         shown |= {size: getattr(layer, size) for size in sizes}
     return {
         "suggested": suggested,
-        "alternatives": [
-            {
-                "slots": one.slots,
-                "budget": budget_of(one),
-                "buffer": one.first.plan.buffer,
-                "bytes_per_slot": one.bytes_per_slot,
-                "bytes": one.num_bytes,
-                "whole": is_whole(one),
-            }
-            for one in found.alternatives
-        ],
+        "alternatives": [_alternative(one) for one in found.alternatives],
     }
+
+
+def _alternative(one: "Footprint") -> dict[str, Any]:
+    from kvpolicy.engine.memory.suggestion import budget_of, is_whole
+
+    return {
+        "slots": one.slots,
+        "budget": budget_of(one),
+        "buffer": one.first.plan.buffer,
+        "bytes_per_slot": one.bytes_per_slot,
+        "bytes": one.num_bytes,
+        "whole": is_whole(one),
+    }
+
+
+def _precision(rows: str, found: "Fitting") -> dict[str, Any]:
+    """What fits in one precision."""
+    largest = None if found.largest is None else _alternative(found.largest)
+    return {"rows": rows, "slots_with_budget": found.most_slots, "largest": largest}
 
 
 def _lines(
@@ -424,3 +484,30 @@ def _alternatives(found: "Suggestion") -> list[str]:
     ]
     headers = ["slots", "budget", "buffer", "of length", "cache", ""]
     return format_table(headers, rows, right=range(5), width=terminal_width()).split("\n")
+
+
+def _precision_lines(chosen: "Footprint", compared: "dict[str, Fitting]") -> list[str]:
+    """What the memory holds in each precision: for as many slots, and with the same budget."""
+    from kvpolicy.engine.memory.suggestion import budget_of, is_whole
+
+    rows = [
+        [
+            name,
+            *(
+                ["-", "", "-"]
+                if (one := found.largest) is None
+                else [
+                    "all" if is_whole(one) else f"{budget_of(one):,}",
+                    "" if is_whole(one) else f"{budget_of(one) / one.tokens:.1%}",
+                    format_bytes(one.num_bytes),
+                ]
+            ),
+            f"{found.most_slots:,}",
+            "suggested" if name == str(chosen.first.plan.rows) else "",
+        ]
+        for name, found in compared.items()
+    ]
+    kept = "all rows" if is_whole(chosen) else f"{budget_of(chosen):,} rows"
+    headers = [f"rows, {chosen.slots:,} slots", "budget", "of length", "cache"]
+    headers += [f"slots of {kept}", ""]
+    return format_table(headers, rows, right=range(1, 5), width=terminal_width()).split("\n")

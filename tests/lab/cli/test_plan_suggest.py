@@ -64,7 +64,7 @@ def test_the_text_has_the_numbers_of_the_json(kvpolicy: Shell, bare: Path) -> No
         assert part.format_map(layer) in answer.words
     assert f"slots {suggested['slots']:,}" in answer.words
     assert any(f"{suggested['slots']:,} x {suggested['bytes_per_slot']:,} B" in x for x in lines)
-    assert sum(line.endswith("suggested") for line in lines) == 1
+    assert sum(line.endswith("suggested") for line in lines) == 2  # slots, and precisions
     assert all(len(line) <= 100 for line in lines[1:])
 
 
@@ -157,6 +157,8 @@ def test_what_is_no_number_of_bytes_is_refused(text: str) -> None:
         (("--length", 100, "--quality", 0.9, "--of", "none.txt"), "none.txt"),
         (("--length", 999, "--quality", 0.9), "the model has positions for 512"),
         ((*GIVEN, "--passages", 3), "--quality"),
+        ((*GIVEN, "--rows", "int3"), "--rows int3"),
+        ((*GIVEN, "--rows", "int8", "--set", "rows=int8"), "--rows and --set rows"),
         ((*GIVEN, "--keep", 101), "--keep"),
         ((*GIVEN, "--policy", "rkvv"), "--policy rkvv: no policy is named 'rkvv'"),
         ((*GIVEN, "--budget", 4), "--budget 4 gives layer 0 a budget of 4"),
@@ -187,7 +189,7 @@ def test_the_least_budget_that_keeps_the_quality_is_suggested(
 ) -> None:
     output = tmp_path / "plan.toml"
     words = ("plan", "suggest", "--model", model_folder, "--length", 120, "--of", chains)
-    words = (*words, "--policies", "h2o,streaming", "--passages", 2)
+    words = (*words, "--policies", "h2o,streaming", "--passages", 2, "--rows", "model")
     answer = kvpolicy(*words, "--quality", 0.4, "--output", output, "--json")
     assert answer.status == 0, answer.err
     found, suggested = answer.json["quality"], answer.json["suggested"]
@@ -205,13 +207,66 @@ def test_the_least_budget_that_keeps_the_quality_is_suggested(
     printed = kvpolicy(*words, "--quality", 0.4, "--memory", "100kB")
     assert f"budget {least['budget']:,} rows" in printed.words
     (chosen,) = [line for line in printed.out.splitlines() if line.endswith("chosen")]
-    assert chosen.split()[:2] == [least["policy"], str(least["budget"])]
+    assert chosen.split()[:3] == [least["policy"], "model", str(least["budget"])]
     # The full cache's tokens, all of them, are more than anything that evicts has.
     most = max(found["measured"], key=lambda one: one["match"]["value"])
     assert most["match"]["value"] < 1
     unreachable = refusal(kvpolicy(*words, "--quality", 1))
     assert "--quality 1" in unreachable
     assert f"{most['policy']} with {most['budget']:,} rows" in unreachable
+
+
+@pytest.mark.needs_reasoner
+@pytest.mark.slow
+def test_precision_is_measured_like_budget_and_policy(
+    kvpolicy: Shell, model_folder: Path, chains: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "plan.toml"
+    words = ("plan", "suggest", "--model", model_folder, "--length", 120, "--of", chains)
+    words = (*words, "--policies", "streaming", "--passages", 2, "--json")
+    answer = kvpolicy(*words, "--quality", 0.5, "--output", output)
+    assert answer.status == 0, answer.err
+    measured, suggested = answer.json["quality"]["measured"], answer.json["suggested"]
+    full = {one["rows"]: one for one in measured if one["budget"] is None}
+    assert list(full) == ["int8", "int8/int4", "int4"]
+    assert full["int8"]["match"]["value"] > 0.9
+    good = [one for one in full.values() if one["match"]["value"] >= 0.5]
+    fewest = min(good, key=lambda one: one["bytes_per_slot"])
+    evicting = [one for one in measured if one["budget"] is not None]
+    assert {one["rows"] for one in evicting} == {fewest["rows"]}
+    passing = [one for one in measured if one["match"]["value"] >= 0.5]
+    assert suggested["bytes_per_slot"] == min(one["bytes_per_slot"] for one in passing)
+    shown = kvpolicy("plan", "show", output, "--model", model_folder, "--tokens", 120, "--json")
+    assert shown.json["digest"] == suggested["digest"]
+    # Nothing that evicts has all tokens of the full cache: then it is a full cache in fewer bits.
+    answer = kvpolicy(*words, "--quality", full["int8"]["match"]["value"], "--rows", "int8")
+    assert answer.status == 0, answer.err
+    assert {layer.get("rows") for layer in answer.json["suggested"]["layers"]} == {"int8"}
+
+
+def test_precisions_are_compared_in_equal_bytes(kvpolicy: Shell, bare: Path) -> None:
+    words = ("plan", "suggest", *GIVEN, "--model", bare, "--policy", "h2o", "--buffer", 4)
+    found = kvpolicy(*words, "--slots", 4, "--json").json
+    budget = found["suggested"]["layers"][0]["budget"]
+    precisions = {one["rows"]: one for one in found["precisions"]}
+    assert list(precisions) == ["model", "int8", "int8/int4", "int4"]
+    for rows, one in precisions.items():
+        alone = kvpolicy(*words, "--slots", 4, "--rows", rows, "--json").json
+        assert alone["suggested"]["layers"][0]["budget"] == one["largest"]["budget"]
+        assert alone["suggested"]["bytes"] == one["largest"]["bytes"] <= 60_000
+        assert [other["rows"] for other in alone["precisions"]] == [rows]
+        more = kvpolicy(*words, "--budget", budget, "--rows", rows, "--json").json
+        assert more["suggested"]["slots"] == one["slots_with_budget"]
+    assert (
+        precisions["int8"]["largest"]["budget"] > budget == precisions["model"]["largest"]["budget"]
+    )
+    printed = kvpolicy(*words, "--slots", 4)
+    for rows, one in precisions.items():
+        (line,) = [line for line in printed.out.splitlines() if line.startswith(f"{rows} ")]
+        budget_of = "all" if one["largest"]["whole"] else f"{one['largest']['budget']:,}"
+        assert budget_of in line.split()
+    set_rows = kvpolicy(*words, "--slots", 4, "--set", "rows=int8", "--json").json
+    assert [one["rows"] for one in set_rows["precisions"]] == ["int8"]
 
 
 def test_an_existing_file_is_kept(kvpolicy: Shell, bare: Path, tmp_path: Path) -> None:

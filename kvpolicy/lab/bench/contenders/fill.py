@@ -105,10 +105,10 @@ def _fill_layer(
         cache.rows[layer_idx, slot] = num
         has_gaps = num < held and not layer.slides
         cache.compacted_at[layer_idx, slot] = held - (num - num_kept) if has_gaps else 0
-    if layer.window is not None:
-        window = layer.window
-        queries = (len(num_rows), *window.shape[1:])
-        window[list(num_rows)] = _random_rows(queries, window.dtype, window.device, rng)
+    rings = [*layer.store.exact.values(), *([] if layer.window is None else [layer.window])]
+    for ring in rings:
+        of_slots = (len(num_rows), *ring.shape[1:])
+        ring[list(num_rows)] = _random_rows(of_slots, ring.dtype, ring.device, rng)
 
 
 def _random_rows(
