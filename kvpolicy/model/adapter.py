@@ -80,6 +80,7 @@ class ModelAdapter:
     processes: SingleProcess = SingleProcess()
     longrope_length: int | None = None
     rotates_by_length: bool = False
+    _sources: Sequence[int | None]  # see `row_sources`
     _softmax: Sequence[Softmax] = ()  # of each layer, once a forward has shown it
     _one_by_one: bool = False  # see `KVCache.one_by_one`, once a forward has shown it
 

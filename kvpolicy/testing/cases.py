@@ -160,6 +160,7 @@ class Setup:
         chunk: The most tokens of a prompt in one forward.
         kv_heads: KV heads.
         group: Query heads of each KV head.
+        readers: Layers that attend to the rows of each layer, itself among them.
         head_dim: Size of a head.
         dtype: Dtype of the model, a name in torch.
         numbers: Kind of keys, one of `NUMBERS`.
@@ -179,6 +180,7 @@ class Setup:
     chunk: int = 512
     kv_heads: int = 1
     group: int = 1
+    readers: int = 1
     head_dim: int = 2
     dtype: str = "float64"
     numbers: str = "plain"
@@ -222,6 +224,7 @@ class Environment:
         """The model of a setup."""
         return ToyModel(
             num_layers=self.num_layers,
+            num_readers=setup.readers,
             hidden_size=self.hidden_size,
             kv_heads=setup.kv_heads,
             group=setup.group,

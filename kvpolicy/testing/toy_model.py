@@ -9,14 +9,17 @@ from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from kvpolicy.cache.eager_step import EagerStep
 from kvpolicy.cache.shape import LayerShape, Rotate
 from kvpolicy.cache.static_step import StaticStep
+from kvpolicy.errors import ModelError
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.annotating import annotate_static_rows, annotate_stored_rows
 from kvpolicy.model.attention import attend
@@ -33,7 +36,11 @@ _NUM_TOKENS = 24
 
 
 class ToyModel(ModelAdapter):
-    """A random decoder that is cheap to run; equal arguments give equal weights."""
+    """A random decoder that is cheap to run; equal arguments give equal weights.
+
+    Its first ``num_layers`` layers hold rows. Behind them, with ``num_readers`` above 1, come as
+    many that attend to the rows of these, and so on, until each has as many readers.
+    """
 
     vocab_size: int = 0
 
@@ -41,6 +48,7 @@ class ToyModel(ModelAdapter):
         self,
         *,
         num_layers: int,
+        num_readers: int = 1,
         hidden_size: int,
         kv_heads: int,
         group: int,
@@ -51,11 +59,12 @@ class ToyModel(ModelAdapter):
         token_ids: tuple[int, ...],
         seed: int,
     ) -> None:
-        self.num_layers, self.hidden_size = num_layers, hidden_size
+        self._sources = list(range(num_layers)) * num_readers
+        self.num_layers, self.hidden_size = len(self._sources), hidden_size
+        self._num_readers = num_readers
         self.vocab_size, self.max_positions = vocab_size, _MAX_POSITIONS
         self.stop_ids = ()
         self._annotated: frozenset[int] = frozenset()
-        self._sources = list(range(num_layers))
         self._device = torch.device("cpu")
         self.model = SimpleNamespace(device=self._device, dtype=dtype)  # type: ignore[assignment]
         self._shape = LayerShape(kv_heads * group, kv_heads, head_dim, dtype, self._device)
@@ -68,11 +77,10 @@ class ToyModel(ModelAdapter):
         # Queries, keys and values, side by side.
         self._num_heads = (kv_heads * group, kv_heads, kv_heads)
         self._in = [
-            normal(hidden_size, sum(self._num_heads) * head_dim) * width * 2
-            for _ in range(num_layers)
+            normal(hidden_size, sum(self._num_heads) * head_dim) * width * 2 for _ in self._sources
         ]
         self._out = [
-            normal(kv_heads * group * head_dim, hidden_size) * width for _ in range(num_layers)
+            normal(kv_heads * group * head_dim, hidden_size) * width for _ in self._sources
         ]
         self._unembedding = normal(hidden_size, len(token_ids))
         self._shape_keys(numbers)
@@ -101,8 +109,16 @@ class ToyModel(ModelAdapter):
         self._unembedding = self._unembedding.to(dtype)
 
     def layer_shapes(self) -> list[LayerShape]:
-        """Equal shapes in every layer."""
-        return [self._shape] * self.num_layers
+        """Equal shapes in every layer that holds rows."""
+        own, num = self._shape, self._num_readers
+        with_rows = attrs.evolve(own, num_heads=own.num_heads * num, num_readers=num)
+        of_reader = partial(LayerShape, 0, 0, 0, own.dtype, own.device)
+        num_own = self.num_layers // num
+        return [
+            with_rows if reader == 0 else of_reader(source=index, reader=reader)
+            for reader in range(num)
+            for index in range(num_own)
+        ]
 
     def fingerprint(self) -> str:
         """The same for all: a store of a trial serves one model."""
@@ -114,6 +130,9 @@ class ToyModel(ModelAdapter):
 
     def layer_weights(self, layers: Sequence[int]) -> Iterator[LayerWeights]:
         """The projections of some layers."""
+        if self._num_readers > 1:
+            msg = "weights of layers whose rows several layers attend to are not given to policies"
+            raise ModelError(msg)
         dim = self._shape.head_dim
         for layer_idx in layers:
             by_head = self._in[layer_idx].T.unflatten(0, (-1, dim))
@@ -132,7 +151,11 @@ class ToyModel(ModelAdapter):
     def check_forward(self, *, static: bool) -> None:
         """Do nothing: it can be run."""
 
-    eager_reason = None
+    @property
+    def eager_reason(self) -> str | None:
+        """Why decode steps are eager, as of `ModelAdapter`."""
+        return "its layers attend to keys and values of others" if self._num_readers > 1 else None
+
     weights = PackedWeights(0, 0, 0, 0)
 
     def add_hooks(
@@ -146,6 +169,7 @@ class ToyModel(ModelAdapter):
         step = given.step
         ids = step.position_ids
         positions = ids if isinstance(ids, Tensor) else torch.from_numpy(ids)
+        shapes = self.layer_shapes()
         states = self._embedding[given.token_ids] + self._positions[positions]
         for layer_idx, (into, out) in enumerate(zip(self._in, self._out, strict=True)):
             if given.steer is not None:
@@ -156,7 +180,11 @@ class ToyModel(ModelAdapter):
             scaling = self._shape.head_dim**-0.5
             if layer_idx in self._annotated and given.annotating is not None:
                 given.attention_input = states
-            if isinstance(step, StaticStep):
+            if (source := shapes[layer_idx].source) is not None:
+                assert isinstance(step, EagerStep), "see `eager_reason`"
+                rows = step.shared_rows[source]
+                found = attend(step, layer_idx, queries, *rows, scaling)
+            elif isinstance(step, StaticStep):
                 found = step.attend(layer_idx, queries, keys, values, scaling)
                 annotate_static_rows(given, layer_idx, keys, values)
             else:

@@ -422,7 +422,7 @@ class Trial:
         is_small |= any(arrival.prompt in edges for arrival, _ in self._finished)
         found = {
             "sizes": is_small,
-            "grouped_queries": setup.group > 1,
+            "grouped_queries": setup.group > 1 or setup.readers > 1,
             "prompts": setup.prompt == "keep",
             "precision": setup.dtype != "float32",
         }
@@ -484,7 +484,8 @@ def _is_rounding(came: CompactedRows, expected: CompactedRows) -> bool:
 
 def _check_cache(cache: KVCache) -> None:
     """Check that slabs are not over capacity, and that their rows are in order of position."""
-    for layer_idx, layer in enumerate(cache.layers):
+    for layer in cache.layers_with_rows:
+        layer_idx = layer.index
         for slot in range(cache.num_slots):
             num = int(cache.rows[layer_idx, slot])
             if num > cache.capacity[layer_idx]:
@@ -521,7 +522,7 @@ def classify(trial: Trial, error: ConformanceError) -> str:
         return error.clause
     if setup.dtype != "float32" and trial.repeat(dtype="float32") is None:
         return "precision"
-    if setup.group > 1 and trial.repeat(group=1) is None:
+    if max(setup.group, setup.readers) > 1 and trial.repeat(group=1, readers=1) is None:
         return "grouped_queries"
     if setup.prompt == "keep" and trial.repeat(prompt="evict") is None:
         return "prompts"

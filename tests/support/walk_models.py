@@ -196,7 +196,7 @@ def _in_child(name: str, sender: Connection) -> None:
         sender.send(walk(name))
 
 
-def walked(name: str) -> Row:
+def walked(name: str, timeout: int = TIMEOUT_S) -> Row:
     """The row of a class, from a process of its own."""
     began = time.monotonic()
     receiver, sender = get_context("fork").Pipe(duplex=False)
@@ -205,10 +205,10 @@ def walked(name: str) -> Row:
     sender.close()
     row: Row = {"class": name, "type": classes()[name], "verdict": "traceback"}
     try:
-        if receiver.poll(TIMEOUT_S):
+        if receiver.poll(timeout):
             row = receiver.recv()
         else:
-            row["why"] = f"no answer after {TIMEOUT_S} s"
+            row["why"] = f"no answer after {timeout} s"
     except EOFError:
         child.join()
         row["why"] = f"its process ended with status {child.exitcode}"
@@ -225,6 +225,7 @@ def main() -> None:
     parser.add_argument(
         "--again", action="append", default=[], help="walk rows of this verdict again"
     )
+    parser.add_argument("--timeout", type=int, default=TIMEOUT_S, help="seconds for one class")
     parser.add_argument("--write", action="store_true", help="write the tables of the page")
     options = parser.parse_args()
     rows = _read(options.json) if options.json else {}
@@ -242,7 +243,7 @@ def main() -> None:
     for place, name in enumerate(names, 1):
         if name in skipped:
             continue
-        row = rows[name] = walked(name)
+        row = rows[name] = walked(name, options.timeout)
         first = (row.get("why") or "").strip().splitlines()[-1:] or [row.get("path", "")]
         print(  # noqa: T201
             f"{place}/{len(names)} {row['type']} {name}: {row['verdict']} {first[0]} "

@@ -359,3 +359,34 @@ def test_a_trial_runs_step_by_step() -> None:
     trial.cancel(0)
     trial.finish()
     assert trial.unanswered == []
+
+
+@attrs.define(eq=False)
+class CountsHeads:
+    """Notes how many query heads it is shown, by layer."""
+
+    heads: dict[int, set[int]] = attrs.field(factory=dict)
+    window_size: int = 2
+
+    @hookimpl
+    def score(self, layer_idx: int, attn_weights: Tensor, positions: Tensor) -> Tensor:
+        self.heads.setdefault(layer_idx, set()).add(attn_weights.shape[1])
+        return positions.float()
+
+
+def test_several_layers_may_attend_to_the_rows_of_a_layer() -> None:
+    policies: list[CountsHeads] = []
+
+    def built() -> CountsHeads:
+        policies.append(CountsHeads())
+        return policies[-1]
+
+    for readers in (1, 2):
+        trial = Trial(built, budget=4, buffer=2, kv_heads=2, group=3, readers=readers)
+        trial.arrive(prompt=9, new=5)
+        trial.finish()
+        assert trial.checked["grouped_queries"] == 1
+        seen = [policy.heads for policy in policies if policy.heads]
+        assert {layer for heads in seen for layer in heads} == {0, 1}
+        assert {num for heads in seen for of in heads.values() for num in of} == {6 * readers}
+        policies.clear()
