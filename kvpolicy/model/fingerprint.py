@@ -208,8 +208,9 @@ def _parts(tensor: Tensor) -> list[Tensor]:
         ModelError: If they are not in memory.
     """
     if hasattr(tensor, "__tensor_flatten__"):
-        names: list[str] = tensor.__tensor_flatten__()[0]
-        return [part for name in names for part in _parts(getattr(tensor, name))]
+        # Since torch 2.13 a shared one also names the devices that share it.
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [part for one in inner if isinstance(one, Tensor) for part in _parts(one)]
     if tensor.is_meta:
         msg = (
             "the weights of the model cannot be told from others, because some are offloaded or "
@@ -276,7 +277,8 @@ def _plain(value: Any) -> Any:
 @torch.inference_mode()
 def _tensor_hash(tensor: Tensor) -> str:
     found = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    for part in _parts(tensor.detach()):
+    for plain in _parts(tensor):
+        part = plain.detach()
         numbers = part.dequantize() if part.is_quantized else part
         flat = numbers.to_dense().reshape(-1)
         for piece in flat.split(_PIECE_BYTES // flat.itemsize):

@@ -109,7 +109,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         HEAD + "calls = []\nclass Mine:\n    @hookimpl\n    def score(self, keys):\n"
         "        calls.append(1)\n"
         "        return 3 if len(calls) == 1 else 1 / 0\n",
-        ("'mine'", "int", "score()"),
+        ("'mine'", "score()"),
     ),
     # rows
     "rows unsorted": (select(BEST, "return best.flip(2)"), ("select()", "increasing")),

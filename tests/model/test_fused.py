@@ -33,6 +33,8 @@ OF_FAMILIES = {
     "gemma2": (0, 2, 0, 4),
     "gemma3_text": (0, 2, 0, 4),
 }
+# Their norms and rotations compute in fp32, and round elsewhere than ours.
+IN_HALF = {"olmo2": (0, 0, 2, 4), "olmo3": (0, 0, 2, 4)}
 
 
 @pytest.mark.few(3)
@@ -51,7 +53,7 @@ def test_families_are_fused_by_what_they_compute(family: str, dtype: torch.dtype
         recording = record(lambda: static_forward(call, given))
         found.append(tuple(fuse(recording).values()))
         (logits, _), step = recording.output, given.step
-        step.token_ids += 2
+        step.token_ids.add_(2).remainder_(engine.adapter.vocab_size)
         step.seq_len += 1
         found.append((recording.program()()[0], static_forward(call, given)[0], logits))
         return recording.output
@@ -60,7 +62,8 @@ def test_families_are_fused_by_what_they_compute(family: str, dtype: torch.dtype
     with given.step.idle(1):
         engine.adapter.forward(given)
     counts, (fused, expected, before) = found
-    assert counts == OF_FAMILIES[family]
+    in_half = IN_HALF if dtype == torch.bfloat16 else {}
+    assert counts == in_half.get(family, OF_FAMILIES[family])
     torch.testing.assert_close(fused, expected)
     assert not torch.equal(fused, before)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from families import FAMILIES, REFUSED, family_model, model_of
 from tiny import greedy_tokens, tiny_model
-from transformers import CONFIG_MAPPING, AttentionInterface
+from transformers import CONFIG_MAPPING
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpolicy import Engine, Plan, PolicyCache
 from kvpolicy.cache.eager_step import EagerStep
@@ -211,7 +212,7 @@ def test_a_library_may_wrap_every_attention_function(monkeypatch: pytest.MonkeyP
         dropouts.append(dropout)
         return attention_function(module, query, key, value, mask, dropout, **more)
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, ATTENTION, wrapped)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, ATTENTION, wrapped)
     (result,) = engine.generate(PROMPTS[:1], max_new_tokens=6).results()
     assert list(result.tokens) == greedy_tokens(model, PROMPTS[0], 6)
     assert set(dropouts) == {0.0}

@@ -26,6 +26,7 @@ BASE = {
         "files",
         "markers",
         "numba_common",
+        "opaque",
         "plugin_code",
     ),
     *("text", "triton_common", "validators"),

@@ -103,7 +103,7 @@ def second_device() -> Iterator[None]:
         wrapped = make(data, **options)
         return wrapped if device is None else wrapped.to(device)
 
-    inference = patch.object(torch, "inference_mode", torch.no_grad)
+    inference = patch.object(torch, "inference_mode", lambda mode=True: torch.no_grad())
     with inference, patch.object(torch, "tensor", tensor), _Mode():
         yield
 

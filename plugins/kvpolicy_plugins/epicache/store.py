@@ -389,6 +389,8 @@ def prefilled(engine: Engine, ids: Sequence[int]) -> tuple[SequenceSnapshot, int
     with torch.no_grad():
         given = torch.tensor([ids], device=engine.adapter.device)
         model(input_ids=given, **cache_argument(cache))
+        assert cache.core is not None, "it has tokens"
+        cache.core.evictor.evict(cache.sequences)  # what the end of the history makes due
     report = cache.report
     snapshot = cache.snapshot(0).to("cpu")
     return snapshot, report.peak_rows, report.held_bytes, report.full_bytes

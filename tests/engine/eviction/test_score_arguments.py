@@ -1,4 +1,4 @@
-"""`prompt_len`, `num_new` and `buffer` say what they promise; a page shows a use of them."""
+"""`prompt_len` and `num_new` say what they promise; a page shows a use of them."""
 
 import random
 from collections.abc import Generator
@@ -118,7 +118,7 @@ def test_arguments_equal_those_of_a_policy_cache(
         assert {one[0].prompt_len for one in notes.of_sequences} == {len(one) for one in prompts}
         for one in notes.of_sequences:
             check_counts(one)
-            assert {(made.budget, made.buffer) for made in one} == {(9, buffer)}
+            assert {made.budget for made in one} == {9}
         # Compared up to the last token, after which an engine compacts no more.
         ends = 18 - 1
         found.append(

@@ -1,12 +1,13 @@
 """How long does a decode step take on a CPU with the Python of the model, and from a recording?
 
-    python docs/benchmarks/recorded_steps.py            # some minutes on a CPU
+    python tests/support/recorded_steps.py            # some minutes on a CPU
 
 Each model takes a step in turn in both ways, so that they meet the same machine; printed is the
 least time of each in milliseconds of one thread's processor time, which other processes change
 little. Caches are full, of random rows; both ways give the same numbers to the last bit.
 """
 
+import sys
 import time
 
 import torch
@@ -23,15 +24,23 @@ STEPS = 40
 def main() -> None:
     """Print a row for each model, batch and number of rows held."""
     torch.set_num_threads(1)
-    print("| model | weights | batch | rows | the model's Python, ms | recorded, ms | |")
-    print("|---|---|--:|--:|--:|--:|--:|")
+    sys.stdout.write(
+        "| model | weights | batch | rows | the model's Python, ms | recorded, ms | |\n"
+    )
+    sys.stdout.write("|---|---|--:|--:|--:|--:|--:|\n")
     reasoner, _ = load_model("reasoner")
     for batch in (1, 8):
-        print(row("`reasoner`", "plain", reasoner, batch, held=100), flush=True)
+        sys.stdout.write(f"{row('`reasoner`', 'plain', reasoner, batch, held=100)}\n")
     for form in ("plain", "packed", "bf16", "int8"):
         model = shape_of_smollm2(form)
         for batch in (1, 8) if form == "packed" else (1,):
-            print(row("SmolLM2-135M's shape", form, model, batch, held=576), flush=True)
+            say(row("SmolLM2-135M's shape", form, model, batch, held=576))
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def shape_of_smollm2(form: str) -> PreTrainedModel:
