@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from refresh_messages import PACKAGES, catalogue, printed
 
+from kvpolicy.compat import has_states
+
 # Commands whose default model is the bundled one.
 _WITH_REASONER = [
     pytest.param(one, marks=[pytest.mark.needs_reasoner] if one in ("cli", "lab") else [])
@@ -19,6 +21,8 @@ _WITH_REASONER = [
 
 @pytest.mark.parametrize("package", _WITH_REASONER)
 def test_sentences_are_those_of_the_catalogue(package: str, tmp_path: Path) -> None:
+    if package == "model" and not has_states():
+        pytest.skip("models of older transformers fail in other words")
     expected, actual = catalogue(package), printed(package, tmp_path)
     differing = [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]
     assert {name: actual.get(name) for name in differing} == {
