@@ -7,6 +7,7 @@ import pytest
 from fresh_process import run_fresh
 
 import kvpolicy
+from kvpolicy.compat import has_states
 
 PACKAGE = Path(kvpolicy.__file__).parent
 
@@ -68,6 +69,13 @@ def windowed():
     return answered(plan("streaming"), model=MistralForCausalLM(config).eval())
 
 
+def hybrid():
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+    layers = dict(num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    config = Lfm2Config(**sizes | layers, conv_L_cache=3)
+    return answered(plan("streaming"), model=Lfm2ForCausalLM(config).eval())
+
+
 WITH = {
     "annotate": lambda: answered(plan("streaming", Marks())),
     "observe": lambda: answered(plan("streaming", Observes())),
@@ -80,6 +88,8 @@ WITH = {
     "ragged": lambda: answered(plan("adakv", "h2o", heads="shared")),
     "prompt_kept": lambda: answered(plan("streaming", prompt="keep")),
     "window": windowed,
+    "states": hybrid,
+    "no_rows": hybrid,
     "integer_rows": lambda: answered(plan("streaming", rows="int8")),
     "exact_rows": lambda: answered(plan("streaming", rows="int4")),
     "staged": lambda: answered(plan("streaming", prefill_buffer=16), Request([1] * 15, 2)),
@@ -97,6 +107,7 @@ EXTENSIONS = sorted(
     if file.stem not in ("__init__", "base")
 )
 LAYOUTS = [f"cache/layouts/{name}.py" for name in ("prompt_kept", "ragged", "staged", "window")]
+LAYOUTS += [f"cache/layouts/{name}.py" for name in ("states", "no_rows") if has_states()]
 ROWS = ["cache/integer_rows.py", "cache/exact_rows.py"]
 
 
