@@ -223,7 +223,7 @@ def _check_exact(value: object, exact: object, sides: Mapping[Any, Any]) -> None
     """Check how many newest tokens of keys and values in some forms are to stay exact."""
     if type(exact) is not int or not 0 <= exact <= MAX_COUNT:
         problem = f"no number of tokens in exact; write for example exact = {EXACT_ROWS}"
-    elif "int4" not in sides.values():
+    elif exact and "int4" not in sides.values():
         problem = "exact, which is for rows in 4 bits; leave it out"
     elif exact == 0 and sides.get("keys") == "int4":
         problem = (

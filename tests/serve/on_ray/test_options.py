@@ -62,6 +62,12 @@ def test_a_plan_survives_as_data(given_data: dict[str, Any]) -> None:
     assert Plan.from_dict(plan_data(plan)) == plan
 
 
+def test_a_plan_without_exact_rows_survives_as_data() -> None:
+    for rows in ("model", "int8", {"keys": "int8", "values": "int4", "exact": 0}):
+        plan = Plan.uniform("h2o", budget=8, rows=rows)
+        assert Plan.from_dict(plan_data(plan)) == plan
+
+
 @pytest.mark.parametrize(
     "name",
     [
