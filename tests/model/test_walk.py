@@ -12,7 +12,7 @@ from walk_models import page_with, walk
     ("name", "verdict"),
     [
         ("LlamaForCausalLM", "equal"),
-        ("GPT2LMHeadModel", "refused"),
+        ("GPTNeoForCausalLM", "refused"),
         ("Blip2ForConditionalGeneration", "unbuilt"),
     ],
 )
