@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
-from transformers.models.gptj import modeling_gptj
 
 WINDOW = 6
 
@@ -44,12 +43,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "jetmoe": ({}, "stores 2 heads .* 4 .* are expected"),
     "doge": ({"keep_window_size": 4}, "masks"),
 }
-
-if not hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS"):  # before transformers 5.24
-    REFUSED["gptj"] = (
-        {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4},
-        "0 of its 1 layers use the cache and the attention",
-    )
 
 #: Families with sliding windows.
 WINDOWED = [name for name, changes in FAMILIES.items() if "sliding_window" in changes]
