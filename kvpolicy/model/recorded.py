@@ -1,6 +1,6 @@
 """Decode steps on a CPU without the Python of the model: modules that call modules.
 
-A step of a small batch spends a fifth of its time there and more, between its operators. So a step
+A step of a small model spends an eighth of its time there, more on a busy machine. So a step
 that has run some times is recorded as the operators that it runs (`kvpolicy.model.fused.record`),
 and these are run from then on, on tensors at the same addresses. They are the same operators in the
 same order: numbers do not change, to the last bit.
