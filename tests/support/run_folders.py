@@ -74,9 +74,9 @@ def write_run(
     manifest = {"format": 2, "run": run, "sessions": [session]}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2), encoding="utf-8")
     samples = [
-        sample(by_id[cell["group"]], cell, item, attempt, outcome(cell, item, attempt), version)
+        sample(by_id[cell["group"]], cell, number, attempt, outcome(cell, number, attempt), version)
         for cell in cells
-        for item in range(n)
+        for number in range(n)
         for attempt in range(attempts)
     ]
     items = [item(group, i) for group in groups for i in range(n)]
