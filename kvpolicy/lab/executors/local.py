@@ -244,7 +244,9 @@ def _killed_worker_is_an_error() -> Iterator[None]:
             "a worker process was killed, perhaps for lack of memory; finished samples are kept: "
             "try again with --workers 1 or fewer --slots."
         )
-        raise KVPolicyError(msg) from error
+        # Without its frames, which hold a view of the unsent bytes: Python 3.12 may crash when it
+        # collects both together.
+        raise KVPolicyError(msg) from error.with_traceback(None)
 
 
 def _work(

@@ -1,5 +1,6 @@
 """A cluster worker gives the events of a local run, or the reason why it cannot."""
 
+import importlib.metadata
 import os
 import pickle
 import socket
@@ -159,7 +160,7 @@ def test_a_worker_describes_its_machine() -> None:
     found = begun(with_setup(threads=3)).machine()
     assert (found["threads"], found["device"]) == (3, "cpu")
     assert torch.get_num_threads() == 3
-    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["torch"] == importlib.metadata.version("torch")
     assert found["cpus"] >= 1
 
 

@@ -101,16 +101,17 @@ def test_the_tokenizer_is_handed_on_to_the_other_task(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.needs_reasoner
-def test_in_a_sweep_each_model_reads_passages_of_its_own_tokens() -> None:
+def test_in_a_sweep_each_model_reads_passages_of_its_own_tokens(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text(BOOK, encoding="utf-8")
     tokenizers = {"a": TOKENIZER, "b": KINDS["Gemma"]()}
 
     class WithTokenizers(Catalogue):
         def describe(self, name: str) -> tuple[ModelInfo, Any]:
             return super().describe(name)[0], tokenizers[name]
 
+    passages = f"agreement:of={tmp_path / 'book.txt'},prompt_tokens=60"
     sweep = build_sweep(
-        attrs.evolve(BASE, models=("a", "b"), tasks=("agreement:prompt_tokens=60", "reasoner")),
-        WithTokenizers(),
+        attrs.evolve(BASE, models=("a", "b"), tasks=(passages, "reasoner")), WithTokenizers()
     )
     for setting in sweep.settings:
         if setting.task.name != "reasoner":
