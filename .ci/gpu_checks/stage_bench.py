@@ -5,6 +5,7 @@ import without_numba  # noqa: F401, I001 - before what imports Numba
 import json
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import stage_report
@@ -12,6 +13,8 @@ from stage_report import Report
 
 MINUTES = {"cuda": 4, "cpu": 15}
 BATCHES = "32,1,256,128"
+# The default plans, of which one is the full cache in 8 bits, and another one.
+PLANS = ["--preset", "baselines", "--plan", str(Path(__file__).parent / "H2O, int8.toml")]
 
 
 def stage(report: Report) -> None:
@@ -26,7 +29,7 @@ def stage(report: Report) -> None:
         options += ["--quick", "--dtype", "float32"]
     else:
         options += ["--batches", BATCHES]
-    status = run(["bench", "--gpu", "--output", str(folder), *options])
+    status = run(["bench", "--gpu", "--output", str(folder), *PLANS, *options])
     if status:
         report.fail(f"kvpolicy bench --gpu ended with status {status}")
     result = folder / RESULT

@@ -19,7 +19,12 @@ REGISTERS = 65_536
 # Instructions of a kernel without tensor cores, whose products are unrolled, are 500 KB.
 MOST_CODE_BYTES = 250_000
 
+FORMS = {
+    *("in 8 bits", "in 8 and 4 bits", "in 4 bits", "in 8 bits with plain values"),
+    *("of 64 in 4 bits", "of 96 and 64"),
+}
 MULTIPLY = {
+    *(f"attend to rows {form}" for form in FORMS),
     "attend",
     "attend with sums",
     "attend with short heads",
@@ -74,6 +79,13 @@ def test_no_kernel_is_unrolled_into_much_code(kernels) -> None:
 
 def test_products_of_16_bit_types_are_made_by_tensor_cores(kernels) -> None:
     assert {name for name, kernel in kernels.items() if kernel["tensor_cores"]} == MULTIPLY
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_a_thread_reads_no_byte_of_rows_alone(kernels, form) -> None:
+    """Strides of rows in bytes are given such that more of them are known to lie side by side."""
+    of_live_slot = 1
+    assert kernels[f"attend to rows {form}"]["single_bytes"] == of_live_slot
 
 
 @pytest.mark.parametrize("name", sorted(IN_PLACE))

@@ -1,22 +1,26 @@
-"""What Triton does outside of a decode step: compactions and redundancy, in an engine."""
+"""What Triton does in an engine: decode steps over integers, compactions and redundancy."""
 
 from typing import Any
 
 import pytest
+import torch
 from tiny import tiny_model
 from triton_device import DEVICE, INTERPRETED
 
 from kvpolicy import Engine, Plan
+from kvpolicy.attention.base import Decode, DecodeLayer
 from kvpolicy.attention.triton_backend.backend import TritonBackend
 from kvpolicy.toolkit import triton_redundancy
 
 
-def positions_and_tokens(name: str) -> tuple[list[list[int]], list[list[int]]]:
+def positions_and_tokens(
+    name: str, num_tokens: int = 12, **options: Any
+) -> tuple[list[list[int]], list[list[int]]]:
     """Tokens and kept positions of two sequences of which rows are evicted several times."""
     model = tiny_model("qwen3", num_layers=2).to(DEVICE)
-    engine = Engine(model, plan=Plan.uniform(name, budget=16, buffer=4), slots=2)
+    engine = Engine(model, plan=Plan.uniform(name, budget=16, buffer=4, **options), slots=2)
     prompts = [list(range(2, 40)), list(range(20, 30))]
-    run = engine.generate(prompts, max_new_tokens=12, stop_ids=())
+    run = engine.generate(prompts, max_new_tokens=num_tokens, stop_ids=())
     kept = []
     while not run.done:
         run.step()
@@ -45,3 +49,35 @@ def test_engine_keeps_the_same_rows_with_triton(name: str, monkeypatch: pytest.M
     monkeypatch.setattr("kvpolicy.toolkit.redundancy.runs_in_triton", lambda _: True)
     assert positions_and_tokens(name) == expected
     assert set(calls) == {"compact", "key_redundancy"} if name == "rkv" else {"compact"}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the same kernels run on both sides on a GPU")
+@pytest.mark.parametrize(
+    ("bits", "options"),
+    [
+        (8, {"rows": "int8"}),
+        (4, {"rows": {"keys": "int4", "values": "int4", "exact": 6}, "heads": "shared"}),
+    ],
+)
+def test_engine_decodes_over_integers_with_triton_as_on_a_cpu(
+    bits: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What eager forwards have stored is read, and compactions move what a step has stored."""
+    options = {"num_tokens": 7, **options}
+    expected = positions_and_tokens("h2o", **options)
+    calls = []
+
+    class Counting(TritonBackend):
+        def bind(self, layer: DecodeLayer) -> Decode:
+            attend = super().bind(layer)
+
+            def call(*given: torch.Tensor, **options: Any) -> torch.Tensor:
+                calls.append(layer.key_bits)
+                return attend(*given, **options)
+
+            return call
+
+    for user in ("static_step", "layouts.even"):
+        monkeypatch.setattr(f"kvpolicy.cache.{user}.backend_for", lambda *_, **__: Counting())
+    assert positions_and_tokens("h2o", **options) == expected
+    assert bits in calls

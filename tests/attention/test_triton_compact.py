@@ -8,19 +8,24 @@ from triton_device import DEVICE
 
 from kvpolicy.attention.triton_backend.compact import compact, drop_oldest
 
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
-DIMS = st.sampled_from([None, 1, 5, 40, 128])
+# Rows in integers are bytes, of an even number.
+KINDS = st.tuples(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+    st.sampled_from([None, 1, 5, 40, 128]),
+) | st.tuples(st.just(torch.uint8), st.sampled_from([6, 68, 80]))
 
 
 def a_slab(rng: torch.Generator, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return (torch.randn(size, generator=rng) * 100).to(dtype)
+    numbers = torch.randn(size, generator=rng) * 100
+    return (numbers.abs().clamp(max=255) if dtype == torch.uint8 else numbers).to(dtype)
 
 
-@given(DTYPES, DIMS, st.integers(1, 200), st.integers(1, 3), st.booleans(), seeds, st.data())
+@given(KINDS, st.integers(1, 200), st.integers(1, 3), st.booleans(), seeds, st.data())
 def test_kept_rows_come_first_and_nothing_else_changes(
-    dtype, dim, capacity, layers, by_slot, seed, data
+    kind, capacity, layers, by_slot, seed, data
 ) -> None:
     """Several layers are compacted by one call; heads may keep different numbers of rows."""
+    dtype, dim = kind
     rng = torch.Generator().manual_seed(seed)
     slots, heads = 3, 2
     size = (heads, capacity) if dim is None else (heads, capacity, dim)
@@ -53,9 +58,10 @@ def test_kept_rows_come_first_and_nothing_else_changes(
     assert torch.equal(stack.cpu().flatten(0, 1), wanted)
 
 
-@given(DTYPES, DIMS, st.integers(1, 100), st.integers(0, 80), seeds)
-def test_rows_before_those_of_an_entry_stay(dtype, dim, num, most_before, seed) -> None:
+@given(KINDS, st.integers(1, 100), st.integers(0, 80), seeds)
+def test_rows_before_those_of_an_entry_stay(kind, num, most_before, seed) -> None:
     """Each entry is compacted as if its slab began behind them."""
+    dtype, dim = kind
     rng = torch.Generator().manual_seed(seed)
     entries, heads = 3, 2
     capacity = most_before + num + 3
@@ -79,20 +85,21 @@ def test_rows_before_those_of_an_entry_stay(dtype, dim, num, most_before, seed) 
     assert torch.equal(slab.cpu(), wanted)
 
 
-@given(DTYPES, DIMS, st.integers(1, 200), seeds)
-def test_full_slabs_of_live_slots_drop_their_first_row(dtype, dim, capacity, seed) -> None:
+@given(KINDS, st.integers(1, 200), seeds)
+def test_full_slabs_of_live_slots_drop_their_first_row(kind, capacity, seed) -> None:
+    dtype, dim = kind
     rng = torch.Generator().manual_seed(seed)
     size = (3, 2, capacity) if dim is None else (3, 2, capacity, dim)
     slab = a_slab(rng, size, dtype)
     rows = torch.where(torch.rand(3, 2, generator=rng) < 0.7, capacity, capacity - 1)
     live = torch.rand(3, generator=rng) < 0.7
-    wanted = slab.clone()
+    wanted, empty = slab.clone(), 0 if dtype == torch.uint8 else -1
     for slot in range(3):
         for head in range(2):
             if live[slot] and rows[slot, head] == capacity:
                 remaining = [row.clone() for row in slab[slot, head]][1:]
-                for row, content in enumerate([*remaining, -1]):
+                for row, content in enumerate([*remaining, empty]):
                     wanted[slot, head, row] = content
     slab = slab.to(DEVICE)
-    drop_oldest(slab, rows.to(DEVICE), live.to(DEVICE), fill=-1)
+    drop_oldest(slab, rows.to(DEVICE), live.to(DEVICE), fill=empty)
     assert torch.equal(slab.cpu(), wanted)

@@ -12,18 +12,22 @@ from decode_cases import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from integer_cases import BITS, PAIRS, check_integers, check_integers_in_segments, number_rows
+from torch import Tensor
 from triton_device import DEVICE
 
 from kvpolicy.attention import choose
 from kvpolicy.attention.base import DecodeLayer
 from kvpolicy.attention.choose import backend_for
 from kvpolicy.attention.chunks import chunks_of
+from kvpolicy.attention.integers import quantize
+from kvpolicy.attention.triton_backend import backend
 from kvpolicy.attention.triton_backend.append import append
 from kvpolicy.attention.triton_backend.backend import TritonBackend
 from kvpolicy.attention.triton_backend.decode import attend
 
 # Rows that are not held are not even read.
-CASES = cases(empty=float("nan"), device=DEVICE)
+CASES = cases(empty=float("nan"), device=DEVICE, one_size=False)
 
 
 @given(CASES)
@@ -40,6 +44,65 @@ def test_a_full_sliding_window_drops_its_oldest_row(case) -> None:
     assert_as_expected(case, output, wanted)
 
 
+@given(CASES, st.sampled_from(PAIRS), st.sampled_from([0, 1, 30]))
+def test_decode_attends_to_integers_as_loops_do(case, bits, exact) -> None:
+    check_integers(case, bits, TritonBackend(), exact)
+
+
+@given(
+    cases(slides=True, empty=float("nan"), device=DEVICE),
+    st.sampled_from(PAIRS),
+    st.sampled_from([0, 1, 30]),
+)
+def test_a_full_window_of_integers_drops_its_oldest_row(case, bits, exact) -> None:
+    check_integers(case, bits, TritonBackend(), exact)
+
+
+@given(
+    cases(slides=False, empty=float("nan"), device=DEVICE),
+    st.integers(1, 4),
+    st.sampled_from(PAIRS),
+    st.sampled_from([0, 1, 30]),
+)
+def test_decode_attends_to_integers_in_segments_as_loops_do(case, num_free, bits, exact) -> None:
+    check_integers_in_segments(case, num_free, bits, TritonBackend(), exact, empty=float("nan"))
+
+
+@pytest.mark.parametrize("bits", BITS)
+@given(number_rows())
+def test_the_bytes_of_new_rows_are_those_of_torch(bits: int, given: Tensor) -> None:
+    given = given.to(DEVICE)
+    num, wanted = len(given), quantize(given, bits)
+    slab = torch.zeros(num, 1, 3, wanted.shape[1], dtype=torch.uint8, device=DEVICE)
+    positions = torch.full((num, 1, 3), -1, device=DEVICE)
+    rows, seq_len = torch.ones(num, 1, device=DEVICE).long(), torch.full((num,), 5, device=DEVICE)
+    live = torch.ones(num, dtype=torch.bool, device=DEVICE)
+    layer = DecodeLayer(
+        slab, slab.clone(), positions, rows, seq_len, live, key_bits=bits, value_bits=bits
+    )
+    new = given[:, None]
+    append(layer, new, new, new)
+    for stored in (layer.keys, layer.values):
+        assert torch.equal(stored[:, 0, 1], wanted)
+        assert not stored[:, 0, ::2].any()
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(288, 256), (64, 512)])
+def test_heads_too_large_for_a_multiprocessor_are_attended_to_in_torch(
+    dim: int, value_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slab(size: int) -> Tensor:
+        return torch.zeros(1, 1, 3, size, device=DEVICE)
+
+    positions = torch.zeros(1, 1, 3, dtype=torch.int64, device=DEVICE)
+    rows, seq_len = torch.zeros_like(positions[:, :, 0]), torch.zeros_like(positions[:, 0, 0])
+    live = torch.ones(1, dtype=torch.bool, device=DEVICE)
+    layer = DecodeLayer(slab(dim), slab(value_dim), positions, rows, seq_len, live)
+    monkeypatch.setattr(backend, "store_and_attend", None)
+    query, value = (torch.ones(1, 1, size, device=DEVICE) for size in (dim, value_dim))
+    assert torch.equal(TritonBackend().bind(layer)(query, query, value, scaling=1.0), value)
+
+
 def test_a_gpu_with_triton_runs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "HAS_TRITON", True)
     assert isinstance(backend_for(torch.device("cuda"), torch.float16), TritonBackend)
@@ -49,11 +112,11 @@ def test_a_gpu_with_triton_runs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> 
 def test_output_does_not_depend_on_the_number_of_chunks(case, chunks) -> None:
     TritonBackend().bind(case.layer)(**case.new)
     new = {name: one for name, one in case.new.items() if name not in ("key", "value")}
-    outputs, sums = [], []
+    value_dim, outputs, sums = case.tensors["value"].shape[2], [], []
     for count in (1, chunks):
         received = torch.zeros_like(case.tensors["positions"], dtype=torch.float32)
         layer = attrs.evolve(case.layer, accumulated=[received], accumulators=["attn_sums"])
-        outputs.append(attend(layer, **new, chunks=count))
+        outputs.append(attend(layer, **new, value_dim=value_dim, chunks=count))
         sums.append(received)
     torch.testing.assert_close(*outputs, rtol=0, atol=TOLERANCE[case.dtype])
     torch.testing.assert_close(*sums, rtol=0, atol=SUMS_TOLERANCE)

@@ -19,7 +19,7 @@ from kvpolicy import Engine, Plan, PolicyCache, PrefixStore, Request, Result, Se
 from kvpolicy.attention.integers import dequantize, quantize
 from kvpolicy.cache import store
 from kvpolicy.cache.kv_cache import KVCache
-from kvpolicy.cache.shape import LayerShape, Slab
+from kvpolicy.cache.shape import LayerShape
 from kvpolicy.compat import cache_argument
 from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.errors import PlanError
@@ -255,9 +255,3 @@ def test_heads_of_odd_sizes_are_refused() -> None:
     with pytest.raises(PlanError, match="layer 0"):
         Engine(model, None, PLANS["even"](rows=INT8))
     Engine(model, None, PLANS["even"](rows="model"))
-
-
-def test_static_steps_on_a_gpu_are_refused() -> None:
-    shape = LayerShape(2, 2, 8, torch.float32, torch.device("meta"))
-    layers = [KVCache([shape], [Slab(9, key_bits=bits)], 1).layers[0] for bits in (0, 8)]
-    assert [layer.static_problem is None for layer in layers] == [True, False]

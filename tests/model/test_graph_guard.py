@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvpolicy import Engine, Plan, Request, hookimpl
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.base import DecodeLayer
+from kvpolicy.attention.integers import quantize
 from kvpolicy.attention.torch_backend.backend import FixedShapesBackend
 from kvpolicy.cache import static_step
 from kvpolicy.cache.kv_cache import KVCache
@@ -167,9 +168,15 @@ def test_the_guard_lets_views_of_large_tensors_pass() -> None:
     assert large.sum() == MOST_BYTES - 1 + MOST_BYTES // 2 - 1
 
 
-@pytest.mark.parametrize("policy_reads", [(), ("attn_sums",), ACCUMULATORS])
+IN_INTEGERS = {"key_bits": 8, "value_bits": 4, "exact": 5}
+
+
+@pytest.mark.parametrize(
+    ("policy_reads", "form"),
+    [((), {}), (("attn_sums",), {}), (ACCUMULATORS, {}), (ACCUMULATORS, IN_INTEGERS)],
+)
 def test_a_step_on_a_gpu_meets_no_tensor_of_the_host(
-    policy_reads: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    policy_reads: tuple[str, ...], form: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fake tensors refuse to meet those of another device, and to be read."""
     model = tiny_model()
@@ -182,7 +189,7 @@ def test_a_step_on_a_gpu_meets_no_tensor_of_the_host(
         adapter = ModelAdapter(model)
         shapes = adapter.layer_shapes()
         assert {shape.device.type for shape in shapes} == {GPU}
-        cache = KVCache(shapes, [Slab(16, 4, policy_reads)] * len(shapes), 4)
+        cache = KVCache(shapes, [Slab(16, 4, policy_reads, **form)] * len(shapes), 4)
         step = StaticStep(cache)
         assert step.in_graph
         step.num_served = 3
@@ -194,13 +201,18 @@ def test_a_step_on_a_gpu_meets_no_tensor_of_the_host(
     assert logits.shape == (4, model.config.vocab_size)
 
 
-def test_attention_without_triton_meets_no_tensor_of_the_host() -> None:
+@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("in_segments", [False, True])
+def test_attention_without_triton_meets_no_tensor_of_the_host(bits: int, in_segments: bool) -> None:
     with FakeTensorMode(allow_non_fake_inputs=False):
         rows = torch.zeros(2, 2, 8, device=GPU)
         keys = torch.zeros(2, 2, 8, 4, device=GPU)
+        new, slab, ring = keys[:, :, 0], keys, None
+        if bits:
+            slab, ring = quantize(keys, bits), keys[:, :, :3].clone()
         layer = DecodeLayer(
-            keys,
-            keys.clone(),
+            slab,
+            slab.clone(),
             rows.long(),
             rows[:, :, 0].long(),
             rows[:, 0, 0].long(),
@@ -208,9 +220,14 @@ def test_attention_without_triton_meets_no_tensor_of_the_host() -> None:
             accumulated=[rows.clone() for _ in ACCUMULATORS],
             accumulators=list(ACCUMULATORS),
             window=torch.zeros(2, 4, 3, 4, device=GPU),
-            sliding_window=8,
+            bounds=torch.zeros(2, 3, dtype=torch.int64, device=GPU) if in_segments else None,
+            sliding_window=0 if in_segments else 8,
+            key_bits=bits,
+            value_bits=bits,
+            exact_keys=ring,
+            exact_values=ring,
         )
-        query, new = torch.zeros(2, 4, 4, device=GPU), keys[:, :, 0]
+        query = torch.zeros(2, 4, 4, device=GPU)
         output = FixedShapesBackend().bind(layer)(query, new, new, scaling=0.5)
     assert output.device.type == GPU
 

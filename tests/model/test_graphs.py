@@ -80,9 +80,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return recorder
 
 
-def tokens(given: list[Request], model: object = None, **options: object) -> list[tuple]:
+def tokens(
+    given: list[Request], model: object = None, plan: Plan = PLAN, **options: object
+) -> list[tuple]:
     model = tiny_model() if model is None else model
-    run = Engine(model, plan=PLAN, slots=5, **options).generate(given)
+    run = Engine(model, plan=plan, slots=5, **options).generate(given)
     return [result.tokens for result in run.results()]
 
 
@@ -98,6 +100,20 @@ def test_replayed_steps_give_the_same_tokens(
     assert replayed == tokens(requests(drawn=drawn))
     assert num_replays >= 39
     assert recorder.num_replays == num_replays
+
+
+@pytest.mark.parametrize("heads", ["own", "shared"])
+@pytest.mark.parametrize("rows", ["int8", "int4"])
+def test_replayed_steps_over_integers_give_the_same_tokens(
+    rows: str, heads: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New rows go to fixed places, as integers and as exact copies."""
+    plan = Plan.uniform("h2o", "protect", budget=12, buffer=5, rows=rows, heads=heads)
+    replayed = tokens(requests(), plan=plan, steps_per_read=4)
+    num_replays = recorder.num_replays
+    monkeypatch.undo()
+    assert replayed == tokens(requests(), plan=plan)
+    assert num_replays >= 39
 
 
 def test_replayed_steps_give_the_same_processed_tokens(

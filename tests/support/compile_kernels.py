@@ -11,25 +11,61 @@ import re
 import subprocess
 import sys
 import tempfile
+from math import gcd
 from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvpolicy.attention.integers import bytes_of_row, group_size
 from kvpolicy.attention.triton_backend import append as triton_append
 from kvpolicy.attention.triton_backend import compact as triton_compact
 from kvpolicy.attention.triton_backend import decode as triton_decode
 from kvpolicy.model.fused import triton_kernels as fused
 from kvpolicy.toolkit import triton_redundancy
 
-SLAB = {"CAPACITY": 1152, "DIM": 128}
-SHAPE = {**SLAB, "HEADS": 8, "RAGGED": False}
+
+def rows_of(
+    key_bits: int, value_bits: int, dim: int = 128, value_dim: int = 128, exact: int = 32
+) -> dict[str, int]:
+    """The form of rows, see `stored_rows.forms_of`."""
+    found = {}
+    for of_dim, name, bits, size in (
+        ("", "KEY", key_bits, dim),
+        ("VALUE_", "VALUE", value_bits, value_dim),
+    ):
+        found |= {
+            f"{of_dim}DIM": size,
+            f"{of_dim}DIM_BLOCK": max(triton.next_power_of_2(size), 16),
+            f"{name}_BITS": bits,
+            f"{name}_SIZE": group_size(size, bits),
+            f"{name}_UNIT": gcd(16, bytes_of_row(size, bits)) if bits else 1,
+            f"{name}_EXACT": exact if bits == 4 else 0,
+        }
+    return found
+
+
+def block_of(form: dict[str, int]) -> int:
+    """Rows that are attended to at once."""
+    return 32 if form["KEY_BITS"] or form["VALUE_BITS"] else 64
+
+
+PLAIN_ROWS = rows_of(0, 0)
+SHAPE = {"CAPACITY": 1152, "HEADS": 8, "RAGGED": False}
 SEGMENTS = {**SHAPE, "RAGGED": True}
-GROUP = {"GROUP": 4, "GROUP_BLOCK": 16, "DIM_BLOCK": 128}
+GROUP = {"GROUP": 4, "GROUP_BLOCK": 16}
+VALUES = {"VALUE_DIM": 128, "VALUE_DIM_BLOCK": 128}
 CHUNKS = {"CHUNKS": 3, "CHUNK": 384, "BLOCK": 64}
 POOL_CHUNKS = CHUNKS | {"CHUNKS": 24}
-APPEND = {**SLAB, **GROUP, "GROUP_BLOCK": 4, "WINDOW_SIZE": 8, "SLIDES": True, "RESCALED": True}
+APPEND = {
+    "CAPACITY": 1152,
+    **GROUP,
+    "GROUP_BLOCK": 4,
+    "WINDOW_SIZE": 8,
+    "SLIDES": True,
+    "RESCALED": True,
+}
 MOVE = {"FILL": 0, "DIM": 128, "COLUMNS": 32, "BLOCK": 64}
 COMPACT = {**MOVE, "HEADS": 8, "MOST_KEPT": 1024}
 RKV = {"HEADS": 8, "ROWS": 1152, "DIM": 128, "DIM_BLOCK": 128, "BLOCK": 64}
@@ -40,16 +76,14 @@ EVERY_TRACK = {"SINKS": True, **dict.fromkeys(TRACKS, True)}
 GEMMA = {"SOFTCAP": 50.0, "SLIDING_WINDOW": 1024, "TENSOR_CORES": True}
 PLAIN = {"SOFTCAP": 0.0, "SLIDING_WINDOW": 0, "TENSOR_CORES": True}
 ONE_CHUNK = CHUNKS | {"CHUNKS": 1, "CHUNK": 1152}
-SHORT = {**SHAPE, **GROUP, **CHUNKS, "DIM": 8}  # heads of 8 numbers: `tl.dot` wants 16
-SHORT["GROUP_BLOCK"], SHORT["DIM_BLOCK"] = triton_decode.blocks_of(4, 8, tensor_cores=True)
 
 ROW = {"SIZE": 4096, "BLOCK": 4096}
 HEADS = {"QUERY_HEADS": 32, "KEY_HEADS": 8, "DIM": 128, "HALF_BLOCK": 64}
 
 # Types of what a kernel is given, by the names of its arguments. All other names are strides.
 TYPES = {
-    "*bf16": "query key value keys values window out sinks slab logits states added weight total "
-    "cos sin query_weight key_weight query_out key_out gate up",
+    "*bf16": "query key value keys values exact_keys exact_values window out sinks slab "
+    "logits states added weight total cos sin query_weight key_weight query_out key_out gate up",
     "*fp32": "sums squares squares_logit squares_logit2 chunk_top chunk_total chunk_output "
     "inverse_norms unit_sums similarity totals",
     "*i64": "positions rows seq_len keep slots start num_kept num_rows bounds",
@@ -60,24 +94,59 @@ TYPES = {
 TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
 
 attend, join = triton_decode._attend_chunk, triton_decode._join_chunks
+# Keys and values that are stored in other forms, and heads of other sizes.
+IN_FORMS = {
+    "in 8 bits": rows_of(8, 8),
+    "in 8 and 4 bits": rows_of(8, 4),
+    "in 4 bits": rows_of(4, 4),
+    "in 8 bits with plain values": rows_of(8, 0),
+    "of 64 in 4 bits": rows_of(4, 4, dim=64, value_dim=64),
+    "of 96 and 64": rows_of(0, 0, dim=96, value_dim=64),
+}
 KERNELS = {
-    "attend": (attend, {**SHAPE, **GROUP, **CHUNKS, **PLAIN, **NO_TRACKS}),
-    "attend with sums": (attend, {**SHAPE, **GROUP, **CHUNKS, **PLAIN, **SUMS}),
-    "attend with short heads": (attend, {**SHORT, **PLAIN, **NO_TRACKS}),
-    "attend in a window": (attend, {**SHAPE, **GROUP, **CHUNKS, **GEMMA, **SUMS}),
-    "attend alone": (attend, {**SHAPE, **GROUP, **ONE_CHUNK, **PLAIN, **NO_TRACKS}),
-    "attend alone with sums": (attend, {**SHAPE, **GROUP, **ONE_CHUNK, **PLAIN, **SUMS}),
+    "attend": (attend, {**SHAPE, **PLAIN_ROWS, **GROUP, **CHUNKS, **PLAIN, **NO_TRACKS}),
+    "attend with sums": (attend, {**SHAPE, **PLAIN_ROWS, **GROUP, **CHUNKS, **PLAIN, **SUMS}),
+    "attend with short heads": (
+        attend,
+        {**SHAPE, **rows_of(0, 0, dim=8, value_dim=8), **GROUP, **CHUNKS, **PLAIN, **NO_TRACKS},
+    ),
+    **{
+        f"attend to rows {name}": (
+            attend,
+            {**SHAPE, **form, **GROUP, **CHUNKS, **PLAIN, **SUMS, "BLOCK": block_of(form)},
+        )
+        for name, form in IN_FORMS.items()
+    },
+    **{
+        f"append rows {name}": (triton_append._append, {**APPEND, **form, "RAGGED": False})
+        for name, form in IN_FORMS.items()
+    },
+    "attend in a window": (attend, {**SHAPE, **PLAIN_ROWS, **GROUP, **CHUNKS, **GEMMA, **SUMS}),
+    "attend alone": (attend, {**SHAPE, **PLAIN_ROWS, **GROUP, **ONE_CHUNK, **PLAIN, **NO_TRACKS}),
+    "attend alone with sums": (
+        attend,
+        {**SHAPE, **PLAIN_ROWS, **GROUP, **ONE_CHUNK, **PLAIN, **SUMS},
+    ),
     "attend alone with every track and sinks": (
         attend,
-        {**SHAPE, **GROUP, **ONE_CHUNK, **GEMMA, **EVERY_TRACK},
+        {**SHAPE, **PLAIN_ROWS, **GROUP, **ONE_CHUNK, **GEMMA, **EVERY_TRACK},
     ),
-    "join": (join, {**SHAPE, **GROUP, **CHUNKS, **NO_TRACKS}),
-    "join with sums": (join, {**SHAPE, **GROUP, **CHUNKS, **SUMS}),
-    "join with every track and sinks": (join, {**SHAPE, **GROUP, **CHUNKS, **EVERY_TRACK}),
-    "attend in segments": (attend, {**SEGMENTS, **GROUP, **POOL_CHUNKS, **PLAIN, **SUMS}),
-    "join in segments": (join, {**SEGMENTS, **GROUP, **POOL_CHUNKS, **EVERY_TRACK}),
-    "append": (triton_append._append, {**APPEND, "RAGGED": False}),
-    "append in segments": (triton_append._append, {**APPEND, "SLIDES": False, "RAGGED": True}),
+    "join": (join, {**SHAPE, **VALUES, **GROUP, **CHUNKS, **NO_TRACKS}),
+    "join with sums": (join, {**SHAPE, **VALUES, **GROUP, **CHUNKS, **SUMS}),
+    "join with every track and sinks": (
+        join,
+        {**SHAPE, **VALUES, **GROUP, **CHUNKS, **EVERY_TRACK},
+    ),
+    "attend in segments": (
+        attend,
+        {**SEGMENTS, **PLAIN_ROWS, **GROUP, **POOL_CHUNKS, **PLAIN, **SUMS},
+    ),
+    "join in segments": (join, {**SEGMENTS, **VALUES, **GROUP, **POOL_CHUNKS, **EVERY_TRACK}),
+    "append": (triton_append._append, {**APPEND, **PLAIN_ROWS, "RAGGED": False}),
+    "append in segments": (
+        triton_append._append,
+        {**APPEND, **PLAIN_ROWS, "SLIDES": False, "RAGGED": True},
+    ),
     "compact": (triton_compact._compact, {**COMPACT, "STARTS": False}),
     "compact behind prompts": (triton_compact._compact, {**COMPACT, "STARTS": True}),
     "drop oldest": (triton_compact._drop_oldest, {**MOVE, "CAPACITY": 1152}),
@@ -105,14 +174,19 @@ def compiled(kernel, constants: dict, warps: int) -> dict:
     names = kernel.arg_names
     missing = constants.keys() - set(names)
     assert not missing, f"the kernel has no {missing}"
-    signature = {name: TYPE_OF.get(name, "i32") for name in names}
+    types = dict(TYPE_OF)
+    in_bytes = [f"{one.lower()}s" for one in ("KEY", "VALUE") if constants.get(f"{one}_BITS")]
+    types |= dict.fromkeys(in_bytes, "*u8")
+    signature = {name: types.get(name, "i32") for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
     # Tensors begin at, and strides are, multiples of 16, as Triton finds when it is called.
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if name not in constants and (name not in TYPE_OF or TYPE_OF[name].startswith("*"))
-        if name == "slab_row"
+        if name not in constants and (name not in types or types[name].startswith("*"))
+        # Strides of slabs in bytes are those of a few of them, see `stored_rows.strides_of`.
+        if not any(name.startswith(f"{slab}_") for slab in in_bytes)
+        if name in ("slab_row", "keys_row", "values_row")
         or (not name.endswith("_row") and name not in ("rows_slot", "bounds_slot"))
     }
     source = ASTSource(
@@ -130,6 +204,7 @@ def compiled(kernel, constants: dict, warps: int) -> dict:
         "shared": built.metadata.shared,
         **resources(built.asm["cubin"]),
         "tensor_cores": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async)", built.asm["ptx"])),
+        "single_bytes": len(re.findall(r"\bld\.global\.[bus]8\b", built.asm["ptx"])),
         "accesses": re.findall(r"\b(?:ld\.global|st\.global|bar\.sync)\b", built.asm["ptx"]),
     }
 

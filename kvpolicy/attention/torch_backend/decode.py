@@ -43,7 +43,7 @@ def store_and_attend(
     _remember(layer, query, scaling)
     _copy_exactly(layer, key, value)
     softmax = Softmax(softcap or None, sinks)
-    attend = _Attend(layer, key.dtype, value.shape[2])
+    attend = Attend(layer, key.dtype, value.shape[2])
     if held.places is not None:
         return _attend_to_places(layer, held, query, scaling, softmax, attend)
     mask, most = held.mask, held.most
@@ -128,7 +128,7 @@ def _attend_to_places(
     query: Tensor,
     scaling: float,
     softmax: Softmax,
-    attend: "_Attend",
+    attend: "Attend",
 ) -> Tensor:
     """Attend to rows that are copied out of the segments of their heads, ``[W, H_q, D]``."""
     places = held.places
@@ -205,7 +205,7 @@ def attend_to_rows(
 
 
 @attrs.frozen(eq=False)
-class _Attend:
+class Attend:
     """Attends to rows of a layer: to integers some slots at a time, which are made numbers.
 
     Attributes:
@@ -230,11 +230,15 @@ class _Attend:
         scaling: float,
         softmax: Softmax,
     ) -> Tensor:
-        """Attend as `attend_to_rows` does, to rows ``[W, H_kv, T, ...]`` at some positions."""
+        """Attend as `attend_to_rows` does, to rows ``[W, H_kv, T, ...]`` at some positions.
+
+        Where all heads share a pool, these are ``[W, 1, T, ...]``, and positions ``[W, H_kv, T]``,
+        -1 in rows of other heads.
+        """
         layer, dim = self.layer, query.shape[2]
         if layer.is_plain:
             return attend_to_rows(query, keys, values, mask, accumulated, live, scaling, softmax)
-        output = torch.empty(*query.shape[:2], self.value_dim, dtype=self.dtype)
+        output = query.new_empty(*query.shape[:2], self.value_dim, dtype=self.dtype)
         per_query = keys.shape[1:3].numel() * (dim + self.value_dim)
         for now in blocks(len(query), per_query, query.device):
             at = positions[now], layer.seq_len[now]
@@ -266,7 +270,14 @@ class _Attend:
         if not bits:
             return stored
         rows = dequantize(stored, dim, bits, self.dtype)
-        return rows if ring is None else with_exact(rows, positions, ring[now], newest)
+        if ring is None:
+            return rows
+        # One by one where all heads share a pool: each has copies of its own.
+        num = 1 if rows.shape[1] < ring.shape[1] else ring.shape[1]
+        pairs = zip(positions.split(num, dim=1), ring[now].split(num, dim=1), strict=True)
+        for at, copies in pairs:
+            rows = with_exact(rows, at, copies, newest)
+        return rows
 
 
 def _remember(layer: DecodeLayer, query: Tensor, scaling: float) -> None:

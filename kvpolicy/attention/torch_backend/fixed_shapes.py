@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.attention.base import DecodeLayer, window_factor
 from kvpolicy.attention.softmax import Softmax
-from kvpolicy.attention.torch_backend.decode import attend_to_rows
+from kvpolicy.attention.torch_backend.decode import Attend
 
 
 def store_and_attend(
@@ -34,18 +34,25 @@ def store_and_attend(
             _drop_first(slab, full)
     newest = layer.places
     positions = seq_len[:, None].expand_as(rows)
-    for slab, new in ((layer.keys, key), (layer.values, value), (layer.positions, positions)):
+    new_key, new_value = layer.stored(key, value)
+    for slab, new in (
+        (layer.keys, new_key),
+        (layer.values, new_value),
+        (layer.positions, positions),
+    ):
         _put(slab, newest, new, live)
     _remember(layer, query, scaling)
+    _copy_exactly(layer, key, value)
     seen = torch.arange(capacity, device=rows.device) <= newest[..., None]
     if layer.sliding_window:
         seen &= layer.positions > (seq_len - layer.sliding_window)[:, None, None]
     # A query that saw no row would get NaN.
     seen |= ~live[:, None, None]
-    return attend_to_rows(
+    return Attend(layer, key.dtype, value.shape[2])(
         query,
         layer.keys,
         layer.values,
+        layer.positions,
         seen[:, :, None],
         layer.accumulated_by_name,
         live,
@@ -71,26 +78,41 @@ def _attend_to_pools(
     num_slots, num_heads, capacity = layer.positions.shape
     newest = layer.places
     positions = layer.seq_len[:, None].expand_as(newest)
-    for slab, new in ((layer.keys, key), (layer.values, value), (layer.positions, positions)):
+    new_key, new_value = layer.stored(key, value)
+    for slab, new in (
+        (layer.keys, new_key),
+        (layer.values, new_value),
+        (layer.positions, positions),
+    ):
         pool = slab.view(num_slots, 1, -1, *slab.shape[3:])
         for head in range(num_heads):
             _put(pool, newest[:, head : head + 1], new[:, head : head + 1], live)
     _remember(layer, query, scaling)
+    _copy_exactly(layer, key, value)
     place = torch.arange(num_heads * capacity, device=newest.device)
-    seen = (place >= bounds[:, :-1, None]) & (place <= newest[..., None])
-    seen |= ~live[:, None, None]
+    of_head = (place >= bounds[:, :-1, None]) & (place <= newest[..., None])  # [W, H_kv, H_kv * R]
+    seen = of_head | ~live[:, None, None]
     seen = seen.repeat_interleave(query.shape[1] // num_heads, dim=1)  # [W, H_q, H_kv * R]
     pools = (num_slots, 1, num_heads * capacity)
-    return attend_to_rows(
+    return Attend(layer, key.dtype, value.shape[2])(
         query,
         layer.keys.view(*pools, -1),
         layer.values.view(*pools, -1),
+        layer.positions.view(pools).masked_fill(~of_head, -1),
         seen[:, None],
         {name: track.view(pools) for name, track in layer.accumulated_by_name.items()},
         live,
         scaling,
         softmax,
     )
+
+
+def _copy_exactly(layer: DecodeLayer, key: Tensor, value: Tensor) -> None:
+    """Copy the new rows into the rings, if there are any."""
+    for ring, new in ((layer.exact_keys, key), (layer.exact_values, value)):
+        if ring is not None:
+            index = layer.seq_len % ring.shape[2]
+            _put(ring, index[:, None].expand(new.shape[:2]), new, layer.live)
 
 
 def _remember(layer: DecodeLayer, query: Tensor, scaling: float) -> None:

@@ -1,11 +1,19 @@
 """The backend of GPUs, where Triton is installed."""
 
 from functools import partial
+from typing import Any
+
+from torch import Tensor
 
 from kvpolicy.attention.base import Compact, Decode, DecodeLayer
+from kvpolicy.attention.torch_backend import fixed_shapes
 from kvpolicy.attention.torch_backend.backend import FixedShapesBackend
 from kvpolicy.attention.triton_backend.compact import compact
 from kvpolicy.attention.triton_backend.decode import store_and_attend
+
+# Blocks of rows of larger heads, such as those of latent attention, do not fit into the shared
+# memory of a multiprocessor.
+_LARGEST_HEAD = 256
 
 
 class TritonBackend(FixedShapesBackend):
@@ -16,9 +24,14 @@ class TritonBackend(FixedShapesBackend):
     def bind(self, layer: DecodeLayer) -> Decode:
         """Attend to the rows that are held, whose number is read on the device.
 
-        The kernels take heads of one size; where those of values have another, whole slabs are
-        attended to in torch.
+        Where heads are large, whole slabs are attended to in torch.
         """
-        if layer.is_plain and layer.keys.shape[3] != layer.values.shape[3]:
-            return super().bind(layer)
-        return partial(store_and_attend, layer)
+        return partial(_attend, layer)
+
+
+def _attend(
+    layer: DecodeLayer, query: Tensor, key: Tensor, value: Tensor, **options: Any
+) -> Tensor:
+    is_large = max(key.shape[2], value.shape[2]) > _LARGEST_HEAD
+    attend = fixed_shapes.store_and_attend if is_large else store_and_attend
+    return attend(layer, query, key, value, **options)

@@ -98,6 +98,7 @@ def compact(
         fill: Value of empty rows.
         start: Rows before all of these that stay where they are, ``[B]``; ``None``: none.
     """
+    slab = _in_words(slab)
     keep, num_kept, num_rows = (each.contiguous() for each in (keep, num_kept, num_rows))
     dim = slab.shape[3] if slab.dim() == 4 else 1
     columns = min(_COLUMNS, power_of_2(dim))
@@ -159,6 +160,7 @@ def drop_oldest(slab: Tensor, rows: Tensor, live: Tensor, fill: int = 0) -> None
         live: Slots with a sequence, bool ``[W]``; the others stay as they are.
         fill: Value of empty rows.
     """
+    slab = _in_words(slab)
     dim = slab.shape[3] if slab.dim() == 4 else 1
     columns = min(_COLUMNS, power_of_2(dim))
     _drop_oldest[*slab.shape[:2], triton.cdiv(dim, columns)](
@@ -173,3 +175,10 @@ def drop_oldest(slab: Tensor, rows: Tensor, live: Tensor, fill: int = 0) -> None
         COLUMNS=columns,
         BLOCK=_BLOCK,
     )
+
+
+def _in_words(slab: Tensor) -> Tensor:
+    """A slab of bytes as one of larger numbers, so that a thread moves more than a byte."""
+    if slab.dtype != torch.uint8:
+        return slab
+    return slab.view(torch.int32 if slab.shape[3] % 4 == 0 else torch.int16)

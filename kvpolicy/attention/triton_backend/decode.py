@@ -22,9 +22,18 @@ from kvpolicy.attention.chunks import BLOCK, DEFAULT_PROCESSORS, chunks_of
 from kvpolicy.attention.triton_backend.append import append
 from kvpolicy.attention.triton_backend.compact import drop_oldest
 from kvpolicy.attention.triton_backend.rows import num_held, segment
+from kvpolicy.attention.triton_backend.stored_rows import (
+    forms_of,
+    put_exact,
+    read_rows,
+    strides_of,
+)
 from kvpolicy.triton_common import dot, power_of_2, row_start, row_strides
 
 _TENSOR_CORE_SIZE = 16  # `tl.dot` takes no smaller matrices
+# Rows in integers that are attended to at once: they fill registers, of which three programs are to
+# find enough on a multiprocessor.
+_BLOCK_OF_INTEGERS = 32
 
 
 @triton.jit
@@ -32,6 +41,8 @@ def _attend_chunk(
     query,
     keys,
     values,
+    exact_keys,
+    exact_values,
     positions,
     rows,
     seq_len,
@@ -50,9 +61,14 @@ def _attend_chunk(
     scaling,
     query_slot,
     query_head,
-    slab_slot,
-    slab_head,
-    slab_row,
+    keys_slot,
+    keys_head,
+    keys_row,
+    values_slot,
+    values_head,
+    values_row,
+    exact_keys_slot,
+    exact_values_slot,
     position_slot,
     position_head,
     position_row,
@@ -67,6 +83,16 @@ def _attend_chunk(
     CAPACITY: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    KEY_UNIT: tl.constexpr,
+    KEY_EXACT: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_BLOCK: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_UNIT: tl.constexpr,
+    VALUE_EXACT: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -81,6 +107,7 @@ def _attend_chunk(
     RAGGED: tl.constexpr,
 ):
     """Online softmax of one group of query heads over one chunk of rows of one slot."""
+    EXACT: tl.constexpr = KEY_EXACT if KEY_EXACT > VALUE_EXACT else VALUE_EXACT
     KEEP_LOGITS: tl.constexpr = SUMS or SQUARES or SQUARES_LOGIT or SQUARES_LOGIT2
     slot, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     held = num_held(rows, slot, head, live, rows_slot, CAPACITY)
@@ -89,6 +116,7 @@ def _attend_chunk(
         place = 0
         before, held = segment(bounds, slot, head, bounds_slot, held, CAPACITY)
     g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
+    v_d = tl.arange(0, VALUE_DIM_BLOCK)
     is_head, is_dim = g < GROUP, d < DIM
     entry = (slot * HEADS + head).to(tl.int64)
     part = (entry * CHUNKS + chunk) * GROUP_BLOCK + g
@@ -96,7 +124,7 @@ def _attend_chunk(
     stop = tl.minimum(start + CHUNK, held)
     top = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_BLOCK,), tl.float32)
-    output = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
+    output = tl.zeros((GROUP_BLOCK, VALUE_DIM_BLOCK), tl.float32)
     if start < stop:
         query_at = slot.to(tl.int64) * query_slot + (head * GROUP + g) * query_head
         q = tl.load(
@@ -104,8 +132,14 @@ def _attend_chunk(
             mask=is_head[:, None] & is_dim[None, :],
             other=0.0,
         )
+        kind: tl.constexpr = query.dtype.element_ty  # of numbers that integers stand for
         if SLIDING_WINDOW > 0:
             oldest = tl.load(seq_len + slot) - SLIDING_WINDOW
+        if EXACT > 0:
+            oldest_exact = tl.load(seq_len + slot) - EXACT
+            key_ring = exact_keys + slot.to(tl.int64) * exact_keys_slot + head * EXACT * DIM
+            value_ring = exact_values + slot.to(tl.int64) * exact_values_slot
+            value_ring += head * EXACT * VALUE_DIM
         for first in range(start, stop, BLOCK):
             row = first + tl.arange(0, BLOCK)
             is_row = row < stop
@@ -115,10 +149,16 @@ def _attend_chunk(
                     slot, place, before + row, position_slot, position_head, position_row
                 )
                 seen = seen & (tl.load(positions + at, mask=is_row, other=-1) > oldest)
-            at = row_start(slot, place, before + row, slab_slot, slab_head, slab_row)
-            at = at[:, None] + d[None, :]
-            stored = is_row[:, None] & is_dim[None, :]
-            k = tl.load(keys + at, mask=stored, other=0.0)
+            at = row_start(slot, place, before + row, keys_slot, keys_head, keys_row) * KEY_UNIT
+            k = read_rows(keys, at, is_row, kind, DIM, DIM_BLOCK, KEY_BITS, KEY_SIZE)
+            if EXACT > 0:  # positions rise, so that they are among the last rows
+                is_near = is_row & (row >= held - EXACT)
+                at = row_start(
+                    slot, place, before + row, position_slot, position_head, position_row
+                )
+                position = tl.load(positions + at, mask=is_near, other=-1)
+                is_near = is_near & (position > oldest_exact)
+                k = put_exact(k, key_ring, position, is_near, DIM, DIM_BLOCK, KEY_EXACT)
             if TENSOR_CORES:
                 x = dot(q, tl.trans(k))
             else:
@@ -139,7 +179,15 @@ def _attend_chunk(
             p = tl.exp(x - shift[:, None])
             fade = tl.exp(top - shift)
             total = total * fade + tl.sum(p, 1)
-            v = tl.load(values + at, mask=stored, other=0.0)
+            at = row_start(slot, place, before + row, values_slot, values_head, values_row)
+            v = read_rows(
+                values, at * VALUE_UNIT, is_row, kind,
+                VALUE_DIM, VALUE_DIM_BLOCK, VALUE_BITS, VALUE_SIZE,
+            )  # fmt: skip
+            if EXACT > 0:
+                v = put_exact(
+                    v, value_ring, position, is_near, VALUE_DIM, VALUE_DIM_BLOCK, VALUE_EXACT
+                )
             if TENSOR_CORES:
                 added = dot(p.to(v.dtype), v)
             else:
@@ -147,7 +195,7 @@ def _attend_chunk(
             output = output * fade[:, None] + added
             top = new_top
         if CHUNKS > 1:
-            tl.store(chunk_output + part[:, None] * DIM_BLOCK + d[None, :], output)
+            tl.store(chunk_output + part[:, None] * VALUE_DIM_BLOCK + v_d[None, :], output)
     if CHUNKS > 1:
         tl.store(chunk_top + part, top)
         tl.store(chunk_total + part, total)
@@ -159,9 +207,9 @@ def _attend_chunk(
         shift = _shift(tl.maximum(top, sink))
         fade = tl.exp(top - shift)
         total = _divisor(tl.exp(sink - shift) + total * fade)
-        at = ((entry * GROUP + g) * DIM)[:, None] + d[None, :]
+        at = ((entry * GROUP + g) * VALUE_DIM)[:, None] + v_d[None, :]
         output = (output * (fade / total)[:, None]).to(out.dtype.element_ty)
-        tl.store(out + at, output, mask=is_head[:, None] & is_dim[None, :])
+        tl.store(out + at, output, mask=is_head[:, None] & (v_d < VALUE_DIM)[None, :])
         if KEEP_LOGITS:
             tl.debug_barrier()  # other threads have stored the logits
             for first in range(start, stop, BLOCK):
@@ -231,8 +279,8 @@ def _join_chunks(
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -250,8 +298,8 @@ def _join_chunks(
     if RAGGED:
         place = 0
         before, held = segment(bounds, slot, head, bounds_slot, held, CAPACITY)
-    g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, DIM_BLOCK)
-    is_head, is_dim = g < GROUP, d < DIM
+    g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, VALUE_DIM_BLOCK)
+    is_head, is_dim = g < GROUP, d < VALUE_DIM
     entry = (slot * HEADS + head).to(tl.int64)
     top = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
     num_chunks = CHUNKS
@@ -270,15 +318,14 @@ def _join_chunks(
         total += tl.load(chunk_total + part) * tl.exp(tl.load(chunk_top + part) - shift)
     total = _divisor(total)
     if chunk == 0:
-        output = tl.zeros((GROUP_BLOCK, DIM_BLOCK), tl.float32)
+        output = tl.zeros((GROUP_BLOCK, VALUE_DIM_BLOCK), tl.float32)
         for c in range(num_chunks):
             if c * CHUNK < held:
                 part = (entry * CHUNKS + c) * GROUP_BLOCK + g
                 share = tl.exp(tl.load(chunk_top + part) - shift)
-                output += (
-                    tl.load(chunk_output + part[:, None] * DIM_BLOCK + d[None, :]) * share[:, None]
-                )
-        at = ((entry * GROUP + g) * DIM)[:, None] + d[None, :]
+                of_chunk = part[:, None] * VALUE_DIM_BLOCK + d[None, :]
+                output += tl.load(chunk_output + of_chunk) * share[:, None]
+        at = ((entry * GROUP + g) * VALUE_DIM)[:, None] + d[None, :]
         output = (output / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + at, output, mask=is_head[:, None] & is_dim[None, :])
     if SUMS or SQUARES or SQUARES_LOGIT or SQUARES_LOGIT2:
@@ -378,6 +425,7 @@ def attend(
     layer: DecodeLayer,
     query: Tensor,
     *,
+    value_dim: int,
     scaling: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -388,41 +436,45 @@ def attend(
     Rows that are not held are not read, nor are positions without a sliding window.
 
     Args:
-        layer: The layer, of which only what accumulates changes; keys and values have equal
-            strides, and so have the tracks that accumulate.
+        layer: The layer, of which only what accumulates changes; the tracks that accumulate have
+            equal strides.
         query: After RoPE, ``[W, H_q, D]``.
+        value_dim: Size of a head of values, ``V``.
         scaling: Factor on the logits.
         softcap: See `Decode`.
         sinks: See there.
         chunks: Chunks of a slab; ``None``: as many as keep the GPU busy.
 
     Returns:
-        ``[W, H_q, D]`` in the precision of ``query``; zeros for slots that take no part.
+        ``[W, H_q, V]`` in the precision of ``query``; zeros for slots that take no part.
     """
-    keys, values, positions = layer.keys, layer.values, layer.positions
+    keys, positions = layer.keys, layer.positions
     accumulated, any_of_them = layer.accumulated_by_name, bool(layer.accumulators)
     rows, live = layer.rows, layer.live.view(torch.uint8)
     query = query if query.stride(-1) == 1 else query.contiguous()
-    num_slots, num_heads, capacity, dim = keys.shape
+    (num_slots, num_heads, capacity), dim = keys.shape[:3], query.shape[2]
     group = query.shape[1] // num_heads
-    assert row_strides(keys) == row_strides(values), "keys and values lie alike"
     assert rows.stride(1) == 1, "the counts of one slot lie side by side"
     track_strides = {row_strides(track) for track in layer.accumulated} or {(0, 0, 0)}
     assert len(track_strides) == 1, "tracks that accumulate lie alike"
     # Tensor cores take 16-bit types; without them the product of query and keys fills registers.
-    tensor_cores = query.dtype.itemsize == 2 and keys.dtype == query.dtype
-    group_block, dim_block = blocks_of(group, dim, tensor_cores=tensor_cores)
+    # Integers become numbers of the type of queries.
+    kinds = {query.dtype, *(one.dtype for one, bits in _sides(layer) if not bits)}
+    tensor_cores = query.dtype.itemsize == 2 and len(kinds) == 1
+    least = _TENSOR_CORE_SIZE if tensor_cores else 1
+    group_block = max(power_of_2(group), least)
+    forms = forms_of(layer, dim, value_dim, least)
     count, length = chunks_of(capacity, num_slots * num_heads, _processors(query.device), chunks)
     bounds = layer.bounds
     if bounds is not None:  # one head may have all rows of its slot
         count = -(-num_heads * capacity // length)
-    out = query.new_empty(query.shape)
+    out = query.new_empty(*query.shape[:2], value_dim)
     chunk_top = chunk_total = chunk_output = out  # of one chunk nothing is kept
     if count > 1:
         parts = (num_slots, num_heads, count, group_block)
         chunk_top = query.new_empty(parts, dtype=torch.float32)
         chunk_total = torch.empty_like(chunk_top)
-        chunk_output = query.new_empty((*parts, dim_block), dtype=torch.float32)
+        chunk_output = query.new_empty((*parts, forms["VALUE_DIM_BLOCK"]), dtype=torch.float32)
     logits = out
     if any_of_them:
         logits = query.new_empty((num_slots, num_heads, group, capacity), dtype=torch.float32)
@@ -434,11 +486,9 @@ def attend(
         "GROUP": group,
         "GROUP_BLOCK": group_block,
         "CAPACITY": capacity,
-        "DIM": dim,
-        "DIM_BLOCK": dim_block,
         "CHUNKS": count,
         "CHUNK": length,
-        "BLOCK": BLOCK,
+        "BLOCK": BLOCK if layer.is_plain else _BLOCK_OF_INTEGERS,
         "SINKS": sinks is not None,
         **{name.removeprefix("attn_").upper(): name in accumulated for name in ACCUMULATORS},
         "RAGGED": bounds is not None,
@@ -446,7 +496,9 @@ def attend(
     _attend_chunk[num_slots, num_heads, count](
         query,
         keys,
-        values,
+        layer.values,
+        out if layer.exact_keys is None else layer.exact_keys,
+        out if layer.exact_values is None else layer.exact_values,
         positions,
         rows,
         layer.seq_len,
@@ -459,12 +511,13 @@ def attend(
         *ends,
         scaling,
         *query.stride()[:2],
-        *row_strides(keys),
+        *strides_of(layer),
         *row_strides(positions),
         *strides,
         SOFTCAP=softcap,
         SLIDING_WINDOW=layer.sliding_window,
         TENSOR_CORES=tensor_cores,
+        **forms,
         **shape,
     )
     if count > 1:
@@ -478,6 +531,8 @@ def attend(
             live,
             rows if bounds is None else bounds,
             *strides,
+            VALUE_DIM=value_dim,
+            VALUE_DIM_BLOCK=forms["VALUE_DIM_BLOCK"],
             **shape,
         )
     return out
@@ -502,19 +557,14 @@ def store_and_attend(
             drop_oldest(slab, layer.rows, layer.live)
         drop_oldest(layer.positions, layer.rows, layer.live, fill=-1)
     append(layer, query, key, value, factor=window_factor(scaling, query.shape[2]))
-    return attend(layer, query, scaling=scaling, softcap=softcap, sinks=sinks)
+    return attend(
+        layer, query, value_dim=value.shape[2], scaling=scaling, softcap=softcap, sinks=sinks
+    )
 
 
-def blocks_of(group: int, dim: int, *, tensor_cores: bool) -> tuple[int, int]:
-    """Rows and columns of the matrix that holds the queries of a group.
-
-    Args:
-        group: Query heads of a KV head.
-        dim: Head size.
-        tensor_cores: Whether tensor cores multiply it.
-    """
-    least = _TENSOR_CORE_SIZE if tensor_cores else 1
-    return max(power_of_2(group), least), max(power_of_2(dim), least)
+def _sides(layer: DecodeLayer) -> tuple[tuple[Tensor, int], tuple[Tensor, int]]:
+    """Keys and values, each with the bits of their integers."""
+    return (layer.keys, layer.key_bits), (layer.values, layer.value_bits)
 
 
 def _processors(device: torch.device) -> int:

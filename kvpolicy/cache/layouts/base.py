@@ -508,9 +508,7 @@ class LayerCache(Layer):
     @property
     def static_problem(self) -> str | None:
         """Why static steps cannot serve it."""
-        if self.store.is_plain or self.shape.device.type == "cpu":
-            return None
-        return "stores rows in integers, which the kernels of decode steps on a GPU do not read"
+        return None
 
     @property
     def row_bytes(self) -> int:

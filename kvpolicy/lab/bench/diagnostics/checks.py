@@ -36,6 +36,7 @@ def check_tokens(device: torch.device, cells: Sequence[Cell]) -> None:
     on_cpu = random_model(shape, 0, max_positions=256)
     on_device = move(random_model(shape, 0, max_positions=256), str(device))
     for cell in cells:
+        # Not their rows in integers: rounded in another order, a number may get another code.
         stack = cell.resolved.to_dict()["layers"][0]["stack"]
         (small,) = build_cells(
             [Series(cell.series, {"stack": stack})],

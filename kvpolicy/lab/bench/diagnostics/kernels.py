@@ -68,12 +68,17 @@ def kernels_of(model: PreTrainedModel, cell: Cell, work: Decode) -> Kernels:
 
     Args:
         model: A model whose decode steps are static.
-        cell: The plan, of which the sizes of slabs count.
+        cell: The plan, of which the sizes of slabs and the form of their rows count.
         work: Sequences, and the rows of a slab that has no budget.
     """
     adapter = ModelAdapter(model)
     slabs = [
-        Slab(int(layer.budget) + layer.buffer if layer.budget else work.held)
+        Slab(
+            int(layer.budget) + layer.buffer if layer.budget else work.held,
+            key_bits=layer.rows.key_bits,
+            value_bits=layer.rows.value_bits,
+            exact=layer.rows.exact,
+        )
         for layer in cell.resolved.layers
     ]
     step = StaticStep(KVCache(adapter.layer_shapes(), slabs, work.batch), in_graph=True)

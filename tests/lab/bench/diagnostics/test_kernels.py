@@ -8,6 +8,8 @@ from transformers import PreTrainedModel
 from kvpolicy.lab.bench.diagnostics.kernels import kernels_of
 from kvpolicy.lab.bench.models import random_model, shape_named
 from kvpolicy.lab.bench.workload import Decode
+from kvpolicy.lab.sweep.grid import build_cells
+from kvpolicy.lab.sweep.sweep_file import Series
 
 
 def model(name: str, device: str, dtype: str = "bfloat16") -> PreTrainedModel:
@@ -46,3 +48,16 @@ def test_numbers_do_not_matter() -> None:
     assert here == nowhere
     assert wide.plain["others"] < here.plain["others"]
     assert wide.fused["norms"] == here.fused["norms"] == 5
+
+
+@needs_meta_forwards
+@pytest.mark.parametrize("rows", ["int8", "int4"])
+def test_rows_in_integers_need_no_kernel_more(rows: str) -> None:
+    """The kernel that stores a new row makes its integers, and the one that attends reads them."""
+    plan = {"stack": ["full"], "rows": rows}
+    (of_integers,) = build_cells([Series("full", plan)], num_layers=2, budgets=[None], buffer=8)
+    work = Decode(2, 40, 1)
+    plain, found = (
+        kernels_of(model("tiny", "meta"), one, work) for one in (cell("full"), of_integers)
+    )
+    assert found == plain
