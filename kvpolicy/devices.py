@@ -39,7 +39,7 @@ class Download:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(tensor.device))
         else:
-            self._copy = tensor.cpu()
+            self._copy = tensor.to("cpu")
 
     def read(self) -> np.ndarray:
         """The numbers."""

@@ -243,10 +243,11 @@ class LayerRows:
         store, entries = self._arena.store, self._span.entries
         for stored, new in ((store.keys, keys), (store.values, values)):
             if stored.exact is not None and new is not None:
+                positions = self._span.read(self._arena.positions)  # of this process's heads
                 if keep.dtype == torch.bool:
-                    positions = self.positions.masked_fill(~keep, -1)
+                    positions = positions.masked_fill(~keep, -1)
                 else:
-                    positions = self.positions.gather(2, keep.clamp(0, self.num_rows - 1))
+                    positions = positions.gather(2, keep.clamp(0, self.num_rows - 1))
                 ring = replaced(entries.of(stored.exact), positions, new, entries.newest)
                 stored.exact[entries.index] = ring
 

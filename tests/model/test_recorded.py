@@ -1,7 +1,7 @@
 """Steps that are run from recordings are the steps of the model, to the last bit."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -202,6 +202,32 @@ def test_what_reads_a_number_is_not_recorded() -> None:
     tokens, _, path = outcome(model, PLANS["h2o"])
     assert path.startswith("static, not recorded: ")
     assert [len(one) for one in tokens] == [25, 50]
+
+
+@attrs.define(eq=False)
+class Annotator:
+    """Annotates rows in a step, with a constant of torch or with a number that it reads.
+
+    Attributes:
+        reads: Whether it reads one.
+    """
+
+    reads: bool
+    tracks: ClassVar[tuple[str, ...]] = ("a",)
+    annotates_in_step: ClassVar[bool] = True
+
+    @hookimpl
+    def annotate(self, keys: Tensor) -> dict[str, Tensor]:
+        numbers = keys.to(torch.promote_types(keys.dtype, torch.float32)).sum(dim=2)
+        return {"a": numbers * (float(numbers.sum()) if self.reads else 1)}
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_policies_that_annotate_in_a_step(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan.uniform("streaming", Annotator(reads), **TIGHT)
+    found = outcome(shared_model(), plan)
+    assert found[2].startswith("static, not recorded: " if reads else "static, recorded")
+    check_same(found, plainly(monkeypatch, shared_model(), plan))
 
 
 def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone() -> None:

@@ -131,7 +131,7 @@ def test_every_request_is_answered_as_if_it_came_alone(
 ) -> None:
     """Prefixes leave memory for files, and come back from there, also after a restart."""
     model = hybrid_model(family, dtype=torch.float64)
-    requests = drawn(share_of(num) if num > 30 else num)
+    requests = drawn(max(share_of(num), 40) if num > 40 else num)
     expected = alone(model, requests)
     middle = len(requests) // 2
     for half in (slice(None, middle), slice(middle, None)):

@@ -294,8 +294,8 @@ class CellTiming:
 
     @property
     def throughput_tok_s(self) -> float | None:
-        """Generated tokens per second; ``None`` if nothing was computed: every request failed."""
-        return self.new_tokens / self.elapsed_s if self.elapsed_s else None
+        """Generated tokens per second; ``None`` if there are none: every request failed."""
+        return self.new_tokens / self.elapsed_s if self.new_tokens else None
 
     @property
     def policy_share(self) -> float | None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.engine.requests.encoding import encode as encode_prompt
 from kvpolicy.engine.requests.request import Sampling
 from kvpolicy.entry_points import default_name, nearest
-from kvpolicy.errors import KVPolicyError, TaskError
+from kvpolicy.errors import KVPolicyError, RequestError, TaskError
 from kvpolicy.lab.models import Lengths, ModelProvider
 from kvpolicy.lab.sweep.grid import Cell, EvalSetting, Sweep, build_cells, digest, sized
 from kvpolicy.lab.sweep.sizes import Sizes
@@ -260,10 +261,16 @@ def _lengths(settings: Sequence[EvalSetting], tokenizer: Any) -> Lengths:
         for setting in settings
         for one in encode(setting.examples, tokenizer)
     }
-    longest_prompt = max(
-        len(tokenizer(one)["input_ids"] if isinstance(one, str) else one) for one in prompts
-    )
+    longest_prompt = max(_num_tokens(one, tokenizer) for one in prompts)
     return Lengths(first.slots, longest_prompt + first.max_new_tokens, longest_prompt)
+
+
+def _num_tokens(prompt: str | Sequence[int], tokenizer: Any) -> int:
+    """Those of a prompt; of a text that has none, 0: its request will fail, and is counted then."""
+    try:
+        return len(encode_prompt(prompt, tokenizer, len(tokenizer)))
+    except RequestError:
+        return 0
 
 
 def _task(name: str, execute_code: bool) -> Task:

@@ -155,8 +155,14 @@ def record(run: Callable[[], Any]) -> Recording:
         NotRecordableError: It reads one, or computes by other means than operators of torch.
     """
     recorder = _Recorder()
-    with recorder, witnessed(recorder.opaque):
-        output = run()
+    try:
+        with recorder, witnessed(recorder.opaque):
+            output = run()
+    except Exception:
+        if recorder.refusal is None:
+            raise
+    if recorder.refusal is not None:  # what is called may wrap it in an error of its own
+        raise recorder.refusal
     recorder.graph.output(tree_map(recorder.node_of, output))
     return Recording(recorder.graph, recorder.tensors, output)
 
@@ -168,6 +174,7 @@ class _Recorder(TorchDispatchMode):
         self.tensors: dict[str, Tensor] = {}
         self._nodes: Any = WeakTensorKeyDictionary()
         self._unwritten: set[int] = set()  # storages
+        self.refusal: NotRecordableError | None = None
 
     def node_of(self, value: Any) -> Any:
         """The node of a tensor; another value as it is."""
@@ -191,7 +198,13 @@ class _Recorder(TorchDispatchMode):
         is_mutable = func._schema.is_mutable
         if not is_mutable and any(result is one for one in given):
             return result  # such as a cast to the precision that it has
-        self._check(func, args, kwargs, given, result)
+        if not given and not any(isinstance(one, Tensor) for one in tree_leaves(result)):
+            return result  # such as the precision that two have in common
+        try:
+            self._check(func, args, kwargs, given, result)
+        except NotRecordableError as refusal:
+            self.refusal = refusal
+            raise
         node = self.graph.call_function(
             func, tree_map(self.node_of, args), tree_map(self.node_of, kwargs)
         )

@@ -222,7 +222,7 @@ def test_cells_in_which_every_request_fails_are_reported(
     more = ("--policies", "full,h2o", "--budgets", 16, "--buffer", 8, "--output", "out")
     for _ in range(2):  # the stored run, too
         answer = kvpolicy("ablate", *words, *more, "--workers", 1, "--json")
-        assert answer.status == 1
+        assert answer.status == 1, answer.err
         assert "6 samples failed" in answer.err
         found = [(row["num_errors"], row["throughput_tok_s"]) for row in answer.json["table"]]
         assert found == [(3, None), (3, None)]

@@ -1,7 +1,7 @@
 """Perplexity and agreement: against plain forwards, against free-running texts, in any order."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -239,9 +239,9 @@ def test_the_full_cache_is_compiled_where_the_plan_is(
     trial = Agreement().begin(engine, asked)
     compiled, steps = Compiled.__call__, set()
 
-    def spy(self: Compiled, call: object, step: object, given: object) -> object:
-        steps.add(step)
-        return compiled(self, call, step, given)
+    def spy(self: Compiled, call: Callable[..., Any], given: Any) -> Any:
+        steps.add(given.step)
+        return compiled(self, call, given)
 
     monkeypatch.setattr(Compiled, "__call__", spy)
     for result in trial.run:

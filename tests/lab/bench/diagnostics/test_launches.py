@@ -1,5 +1,7 @@
 """Operations of a step and values that the host reads are counted."""
 
+from collections import Counter
+
 import pytest
 import torch
 from bench_parts import ROW, cell
@@ -26,9 +28,10 @@ def test_steps_are_counted_by_kind(stack: str) -> None:
     found = launches.launches_under(tiny_model(), cell(stack), work)
     assert found.operations > launches.launches_alone(tiny_model(), work).operations
     assert found.path == "static"
-    assert found.reads.pop("devices.py:read") in (1, 2), "the tokens, and flags of compactions"
-    assert not found.reads
-    assert sum(found.compacting_reads.values()) == 0
+    # The tokens, and the flags of a compaction, in the step of it or in the next.
+    reads = Counter(found.reads) + Counter(found.compacting_reads)
+    assert reads.pop("devices.py:read") in (1, 2)
+    assert not reads
     assert (found.graphs, found.breaks) == (1, 0)
     if stack == "full":
         assert found.read_bytes == 2 * ROW * (40 + 2)
