@@ -14,7 +14,7 @@ from stage_report import Report
 MINUTES = {"cuda": 4, "cpu": 15}
 BATCHES = "32,1,256,128"
 # The default plans, of which one is the full cache in 8 bits, and another one.
-PLANS = ["--preset", "baselines", "--plan", str(Path(__file__).parent / "H2O, int8.toml")]
+PLANS = ["--preset", "baselines", "--plan", str(Path(__file__).parent / "h2o-int8.toml")]
 
 
 def stage(report: Report) -> None:

@@ -20,7 +20,7 @@ from kvpolicy.attention import choose
 from kvpolicy.attention.base import DecodeLayer
 from kvpolicy.attention.choose import backend_for
 from kvpolicy.attention.chunks import chunks_of
-from kvpolicy.attention.integers import quantize
+from kvpolicy.attention.integers import bytes_of_row, dequantize, quantize
 from kvpolicy.attention.triton_backend import backend
 from kvpolicy.attention.triton_backend.append import append
 from kvpolicy.attention.triton_backend.backend import TritonBackend
@@ -68,12 +68,10 @@ def test_decode_attends_to_integers_in_segments_as_loops_do(case, num_free, bits
     check_integers_in_segments(case, num_free, bits, TritonBackend(), exact, empty=float("nan"))
 
 
-@pytest.mark.parametrize("bits", BITS)
-@given(number_rows())
-def test_the_bytes_of_new_rows_are_those_of_torch(bits: int, given: Tensor) -> None:
-    given = given.to(DEVICE)
-    num, wanted = len(given), quantize(given, bits)
-    slab = torch.zeros(num, 1, 3, wanted.shape[1], dtype=torch.uint8, device=DEVICE)
+def stored_rows(given: Tensor, bits: int) -> Tensor:
+    """The bytes that are stored of new rows, one of each slot."""
+    num, size = len(given), bytes_of_row(given.shape[1], bits)
+    slab = torch.zeros(num, 1, 3, size, dtype=torch.uint8, device=DEVICE)
     positions = torch.full((num, 1, 3), -1, device=DEVICE)
     rows, seq_len = torch.ones(num, 1, device=DEVICE).long(), torch.full((num,), 5, device=DEVICE)
     live = torch.ones(num, dtype=torch.bool, device=DEVICE)
@@ -82,9 +80,27 @@ def test_the_bytes_of_new_rows_are_those_of_torch(bits: int, given: Tensor) -> N
     )
     new = given[:, None]
     append(layer, new, new, new)
-    for stored in (layer.keys, layer.values):
-        assert torch.equal(stored[:, 0, 1], wanted)
-        assert not stored[:, 0, ::2].any()
+    assert torch.equal(layer.keys, layer.values)
+    assert not layer.keys[:, 0, ::2].any()
+    return layer.keys[:, 0, 1]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@given(number_rows())
+def test_the_bytes_of_new_rows_are_those_of_torch(bits: int, given: Tensor) -> None:
+    given = given.to(DEVICE)
+    assert torch.equal(stored_rows(given, bits), quantize(given, bits))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_not_made_finite(bits: int, number: float) -> None:
+    given = torch.ones(2, 64, device=DEVICE)
+    given[1, 40] = number
+    found = dequantize(stored_rows(given, bits), 64, bits, torch.float32)
+    assert torch.equal(found[0], given[0])
+    assert not found[1, 32:].isfinite().any()
 
 
 @pytest.mark.parametrize(("dim", "value_dim"), [(288, 256), (64, 512)])
