@@ -268,7 +268,7 @@ BUNDLED = installed("kvpolicy.plans")
 @pytest.mark.parametrize("name", BUNDLED)
 def test_an_installed_plan_resolves_and_begins_with_its_source(name: str) -> None:
     plan = Plan.load(name)
-    resolved = plan.resolve(4)
+    resolved = plan.resolve(30 if "smollm2" in name else 4)  # one steers a layer of its model
     assert all(layer.budget and layer.bounded for layer in resolved.layers)
     assert name in plan.name
     path = installed_file("kvpolicy.plans", name, suffix=".toml", what="plan")

@@ -13,13 +13,16 @@ from transformers import AutoTokenizer
 
 from kvpolicy import Engine, Plan
 from kvpolicy.errors import ModelError
-from kvpolicy.lab.tasks.task import load_task
+from kvpolicy.lab.models import fingerprint
+from kvpolicy.lab.tasks.task import grader_of, load_task
 from kvpolicy.model.installed import model_folder, registered_model
 from kvpolicy.model.loading import load_model
+from kvpolicy.toolkit.steering_vectors import load_steering_vector
 
 pytestmark = pytest.mark.slow
 
 BASE = "smollm2"
+STEERED = "skipkv-smollm2-reasoner"  # the plan that names the vectors
 # The most by which logits of this model, which are of size 20, may differ between two orders of
 # sums in single precision.
 ROUNDING = 1e-3
@@ -79,3 +82,28 @@ def test_a_budget_bounds_its_rows_and_the_task_grades_its_answers() -> None:
     assert result.rows_evicted
     assert result.peak_rows <= 64 + 64
     assert load_task(SMOLLM2_REASONER).grade(f"\\boxed{{{item.answer}}}", item)
+
+
+def test_bundled_vectors_belong_to_the_model_and_to_the_plan() -> None:
+    model, _ = load_model(SMOLLM2_REASONER, device="cpu", dtype="bfloat16")
+    vector = load_steering_vector(SMOLLM2_REASONER)
+    assert vector.calibration.fingerprint == fingerprint(model)
+    assert (vector.calibration.task, vector.calibration.split) == (SMOLLM2_REASONER, "train")
+    assert vector.vector.shape == (model.config.hidden_size,)
+    layers = Plan.load(STEERED).resolve(model.config.num_hidden_layers).layers
+    (policy,) = layers[vector.layer].stack
+    assert policy.knobs["layer"] == vector.layer
+    assert policy.knobs["delimiter"] == vector.calibration.delimiter
+
+
+def test_the_plan_with_the_vectors_shortens_an_answer_that_stays_correct() -> None:
+    model, tokenizer = load_model(SMOLLM2_REASONER, device="cpu", cpu_weights="packed")
+    task = load_task(SMOLLM2_REASONER)
+    (item,) = task.examples(1, seed=0)
+    steered = Plan.load(STEERED)
+    answers = []
+    for plan in (steered, Plan.uniform("skipkv", budget=steered.budget, buffer=steered.buffer)):
+        engine = Engine(model, tokenizer, plan, slots=1)
+        answers += engine.generate([item.prompt], max_new_tokens=200).results()
+    assert grader_of(task)(answers[0].text, item)
+    assert [answer.finish_reason for answer in answers] == ["stop", "length"]
