@@ -244,6 +244,7 @@ class Progress:
         from rich.progress import Progress as RichProgress
 
         self._clock = clock
+        self._begun_at, self._num_before = clock(), num_done
         self._console = Console(
             stderr=True, markup=False, highlight=False, emoji=False, get_time=clock
         )
@@ -258,7 +259,6 @@ class Progress:
             console=self._console,
             transient=True,
             auto_refresh=False,
-            speed_estimate_period=float("inf"),
             disable=not self._is_live,
         )
         self._task = self._bar.add_task("", total=total, completed=num_done, pace="")
@@ -272,17 +272,19 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def update(self, description: str, num_done: int) -> None:
+    def update(self, description: str, num_done: int, *, share: float | None = None) -> None:
         """Show the current state.
 
         Args:
             description: What is being done.
             num_done: How many things are done.
+            share: The share of the work since the beginning that is done, where it is better known
+                than from the number of things: from what those that are not finished have come to.
         """
         description = visible(description)
-        self._bar.update(self._task, description=description, completed=num_done)
         task = self._bar.tasks[0]
-        self._bar.update(self._task, pace=_pace(task))
+        pace = self._pace(num_done, task.total or 0, share)
+        self._bar.update(self._task, description=description, completed=num_done, pace=pace)
         if self._clock() - self._shown_at < (_REDRAW_EVERY_S if self._is_live else LOG_EVERY_S):
             return
         self._shown_at = self._clock()
@@ -292,15 +294,21 @@ class Progress:
             pace = task.fields["pace"]
             self.log(f"{num_done}/{task.total} done{pace and ', '}{pace}; {description}")
 
+    def _pace(self, num_done: int, total: float, share: float | None) -> str:
+        """Speed and remaining time; empty while they are unknown.
+
+        Both are from the beginning on: things that are done together may end at the same moment,
+        and the time between the first and the last to end says nothing.
+        """
+        elapsed_s, num_new = self._clock() - self._begun_at, num_done - self._num_before
+        if elapsed_s <= 0 or num_new <= 0:
+            return ""
+        share = share or num_new / max(total - self._num_before, num_new)
+        speed = num_new / elapsed_s
+        pace = f"{speed:.1f}/s" if speed > 0.1 else f"{1 / speed:.0f} s each"
+        return f"{pace}, {timedelta(seconds=round(elapsed_s * (1 - share) / share))} left"
+
     def log(self, line: str) -> None:
         """Print a line that stays."""
         self._shown_at = self._clock()
         self._console.print(visible(line), soft_wrap=True)
-
-
-def _pace(task: Any) -> str:
-    """Speed and remaining time of a task of rich; empty while they are unknown."""
-    if not task.speed or task.time_remaining is None:
-        return ""
-    speed = f"{task.speed:.1f}/s" if task.speed > 0.1 else f"{1 / task.speed:.0f} s each"
-    return f"{speed}, {timedelta(seconds=int(task.time_remaining))} left"

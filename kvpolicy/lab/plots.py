@@ -86,18 +86,21 @@ def unit_of_bytes(largest: float) -> tuple[float, str]:
 def save_sweep_plots(
     rows: Sequence[Row],
     folder: Path,
-    column: Column = ACCURACY,
+    columns: Sequence[Column] = (ACCURACY,),
     *,
     title: str,
     name: str = "plot",
 ) -> list[Path]:
-    """Plot a measured quantity and the mean length side by side, see `axis_of`.
+    """Plot what was measured and the mean length side by side, see `axis_of`.
+
+    Where the task and not the plan decides how long an answer is, as for perplexity, all lengths
+    are the same, and the second quantity of the task is drawn in their place.
 
     Args:
         rows: Rows of a result table; those without a budget become horizontal lines where the axis
             is the budget.
         folder: Where ``plot.png`` and ``plot.svg`` go.
-        column: The quantity.
+        columns: What the task measures; the first is drawn.
         title: Title of the figure.
         name: Name of the files without suffix.
 
@@ -116,17 +119,23 @@ def save_sweep_plots(
             for cell, x, value in zip(cells, axis.xs, values, strict=True)
         ]
 
-    measured = points(row.measured[column.name] for row in rows)
-    lengths = points(row.length for row in rows)
+    first, *others = columns
+    measured = points(row.measured[first.name] for row in rows)
+    if others and len(rows) > 1 and len({row.length and row.length.value for row in rows}) == 1:
+        heading, is_share = others[0].heading, others[0].is_share
+        beside = points(row.measured[others[0].name] for row in rows)
+    else:
+        heading, is_share = "Mean length, tokens", False
+        beside = points(row.length for row in rows)
 
     def draw(figure: "Figure") -> LegendContent:
         left, right = figure.subplots(1, 2)
         figure.suptitle(title, x=0.012, ha="left", fontsize="medium", color=FAINT)
-        left.set_title(column.heading)
-        _draw_lines(left, measured, axis.label, is_share=column.is_share)
-        right.set_title("Mean length, tokens")
-        _draw_lines(right, lengths, axis.label)
-        return _legend([*measured, *lengths])
+        left.set_title(first.heading)
+        _draw_lines(left, measured, axis.label, is_share=first.is_share)
+        right.set_title(heading)
+        _draw_lines(right, beside, axis.label, is_share=is_share)
+        return _legend([*measured, *beside])
 
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
     save_figure(paths, Size(10.5, 4.6, 9.5, dpi=160), draw)

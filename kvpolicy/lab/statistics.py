@@ -85,6 +85,20 @@ def mean(values: Sequence[float]) -> Interval:
     return Interval(centre, centre - half, centre + half)
 
 
+def within(found: Interval, least: float, most: float) -> Interval:
+    """Cut an interval at the ends of the range that its quantity has.
+
+    The normal interval of a mean of shares near 0 or 1 would reach beyond them.
+
+    Args:
+        found: The interval.
+        least: The least that the quantity can be.
+        most: The most that it can be; a value out of the range stays in its interval.
+    """
+    low, high = max(found.low, least), min(found.high, most)
+    return Interval(found.value, min(low, found.value), max(high, found.value))
+
+
 def ratio(parts: Sequence[float], wholes: Sequence[float]) -> Interval:
     """Estimate a ratio of two sums, such as loss per token over texts of different lengths.
 

@@ -65,6 +65,30 @@ def test_the_speed_ignores_what_was_done_before(
     assert capsys.readouterr().err.splitlines()[-1] == f"96/100 done, {pace}; busy"
 
 
+def test_things_that_end_together_do_not_make_the_rest_seem_quick(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    with Progress(40, clock=clock) as progress:
+        clock.now += 100
+        for done in range(1, 11):  # a batch of ten, whose results are read one after the other
+            clock.now += 0.001
+            progress.update("busy", done)
+        clock.now += 10
+        progress.update("busy", 10)
+    assert capsys.readouterr().err.splitlines()[-1] == "10/40 done, 11 s each, 0:05:30 left; busy"
+
+
+def test_a_known_share_of_the_work_decides_the_time_that_is_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    with Progress(40, clock=clock) as progress:
+        clock.now += 60
+        progress.update("busy", 1, share=0.25)
+    assert capsys.readouterr().err.splitlines()[-1] == "1/40 done, 60 s each, 0:03:00 left; busy"
+
+
 class Terminal(io.StringIO):
     """A stream that pretends to be a terminal."""
 

@@ -15,8 +15,12 @@ from kvpolicy.lab.analysis.table import Row, tabulate
 from kvpolicy.lab.figure import Size
 from kvpolicy.lab.plots import Point, save_curve, save_frontier, save_sweep_plots
 from kvpolicy.lab.statistics import Interval
+from kvpolicy.lab.tasks.likelihood import Perplexity
 
 FULL, SMALL = tabulate(measured([sample(cell, 0, num_tokens=9) for cell in CELLS]))
+
+
+PERPLEXITY = Perplexity().columns
 
 
 def at(budget: float, series: str = "small", **changes: Any) -> Row:
@@ -41,6 +45,20 @@ def test_any_rows_can_be_drawn(tmp_path: Path, rows: list[Row]) -> None:
     png, svg = save_sweep_plots(rows, tmp_path, title="a title")
     assert png.read_bytes().startswith(b"\x89PNG")
     assert svg.read_text(encoding="utf-8").rstrip().endswith("</svg>")
+
+
+def test_lengths_that_the_task_decides_are_not_drawn(tmp_path: Path, drawn: list[Figure]) -> None:
+    half = Interval(0.5, 0.4, 0.6)
+    values = {"measured": {column.name: half for column in PERPLEXITY}}
+    rows = [at(16, **values), at(32, **values)]
+    save_sweep_plots(rows, tmp_path, PERPLEXITY, title="t")
+    longer = attrs.evolve(rows[1], length=Interval(99.0, 98.0, 100.0))
+    save_sweep_plots([rows[0], longer], tmp_path, PERPLEXITY, title="t")
+    same, different = (
+        [axes.get_title(loc="left") for axes in figure.axes] for figure in drawn[::2]
+    )
+    assert same == [column.heading for column in PERPLEXITY]
+    assert different == [PERPLEXITY[0].heading, "Mean length, tokens"]
 
 
 @pytest.mark.nightly

@@ -10,6 +10,7 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lab_samples import CELLS, sample
 from scipy import stats
 
 from kvpolicy.lab.statistics import (
@@ -25,6 +26,7 @@ from kvpolicy.lab.statistics import (
     sign_test,
     wilson,
 )
+from kvpolicy.lab.tasks.task import mean_of
 
 
 @pytest.mark.parametrize(
@@ -82,6 +84,18 @@ def test_mean_has_the_textbook_interval() -> None:
 def test_the_mean_of_a_single_number_has_no_width() -> None:
     found = mean([3.5])
     assert (found.low, found.value, found.high) == (3.5, 3.5, 3.5)
+
+
+@given(values=st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_the_mean_of_shares_has_an_interval_of_shares(values: list[float]) -> None:
+    column = mean_of("share", "share", "Share", lambda one: values[one.item], is_share=True)
+    cell = CELLS[0]
+    found = column.estimate([sample(cell, item) for item in range(len(values))])
+    assert found is not None
+    plain = mean(values)
+    assert found.value == plain.value
+    assert 0 <= found.low <= found.value <= found.high <= 1
+    assert (found.low, found.high) == (max(plain.low, 0), min(plain.high, 1))
 
 
 def test_the_mean_of_equal_numbers_has_no_width() -> None:

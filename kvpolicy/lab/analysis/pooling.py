@@ -295,7 +295,8 @@ class _QuestionNumbers:
 
     Items of one model are the same question if their texts are equal. Items of two models, whose
     chat templates give the same question different prompts, are the same question if task, split,
-    seed, number, answer and reference are equal.
+    seed, number, answer and reference are equal. Without an answer and a reference the prompts must
+    be equal, too: passages that two tokenizers cut are different texts.
     """
 
     def __init__(self, runs: Sequence[RunFolder]) -> None:
@@ -322,7 +323,9 @@ class _QuestionNumbers:
     def _find(self, group: EvalSettingRecord, record: ItemRecord) -> int:
         text = (group.model, group.task, record.prompt, record.answer, record.reference)
         position = _position(group, record.item)
-        answer = (position, record.answer, record.reference)
+        is_known = bool(record.answer) or record.reference is not None
+        expected = (record.answer, record.reference) if is_known else record.prompt
+        answer = (position, expected)
         number = self._of_text.get(text)
         if number is None and (group.model, answer) not in self._seen:
             number = self._of_answer.get(answer)

@@ -352,7 +352,7 @@ def _run_jobs(sweep: "Sweep", store: "Store", executor: "Executor", done: Contai
                 status.go_on(event)
             else:
                 progress.log(status.cell_line(event))
-            progress.update(status.line(), status.num_done)
+            progress.update(status.line(), status.num_done, share=status.share_done())
 
 
 class _Status:
@@ -363,13 +363,18 @@ class _Status:
     """
 
     def __init__(self, sweep: "Sweep", done: Iterable["Sample"]) -> None:
+        # Imported here because it belongs to a package that imports torch.
+        from kvpolicy.lab.sweep.pace import Pace
+
         self._sweep = sweep
         self._sizes = {cell.id: len(sweep.setting_of(cell).examples) for cell in sweep.cells}
         self._done = dict.fromkeys(self._sizes, 0)
         self._tokens: dict[str, int] = {}  # of the cells that this run has begun
         self._values: dict[str, list[float]] = {id: [] for id in self._sizes}
-        for sample in done:
-            self.add(sample)
+        before = [sample for sample in done if sample.cell in self._sizes]
+        self._pace = Pace(self._sizes, [(one.cell, one.num_tokens) for one in before])
+        for sample in before:
+            self._count(sample)
 
     @property
     def num_done(self) -> int:
@@ -377,16 +382,18 @@ class _Status:
         return sum(self._done.values())
 
     def add(self, sample: "Sample") -> None:
-        """Count a finished sample."""
-        if sample.cell in self._done:
-            self._done[sample.cell] += 1
-            setting = self._sweep.setting_of(self._sweep.cell(sample.cell))
-            value = setting.task.metric.columns[0].value(sample)
-            self._values[sample.cell] += [] if value is None else [value]
+        """Count a finished sample of this run."""
+        self._count(sample)
+        self._pace.end_sample(sample.cell, sample.num_tokens)
 
     def go_on(self, progress: "CellProgress") -> None:
         """Note how far a cell is."""
         self._tokens[progress.cell.id] = progress.num_tokens
+        self._pace.go_on(progress.cell.id, progress.num_tokens)
+
+    def share_done(self) -> float | None:
+        """Share of this run's work that is done; ``None`` until a sample has ended."""
+        return self._pace.share
 
     def cell_line(self, done: "CellDone") -> str:
         """Describe a finished cell."""
@@ -402,6 +409,12 @@ class _Status:
         ]
         cells = "; ".join(self._describe(cell) for cell in running)
         return f"{self._cells_done().strip()} cells{', ' if cells else ''}{cells}"
+
+    def _count(self, sample: "Sample") -> None:
+        self._done[sample.cell] += 1
+        setting = self._sweep.setting_of(self._sweep.cell(sample.cell))
+        value = setting.task.metric.columns[0].value(sample)
+        self._values[sample.cell] += [] if value is None else [value]
 
     def _cells_done(self) -> str:
         total = len(self._sizes)

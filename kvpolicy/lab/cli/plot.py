@@ -12,8 +12,8 @@ from kvpolicy.cli.options import examples
 from kvpolicy.cli.output import format_count, info
 from kvpolicy.errors import KVPolicyError, ResultsError
 from kvpolicy.lab.analysis.pooling import PooledCell
-from kvpolicy.lab.analysis.select import open_runs
-from kvpolicy.lab.cli.results import Runs
+from kvpolicy.lab.analysis.select import open_runs, select
+from kvpolicy.lab.cli.results import Budgets, Runs
 from kvpolicy.lab.figure import LIMITS_INCHES, LIMITS_POINTS, WIDTHS, Size
 from kvpolicy.lab.looks import policy_of
 from kvpolicy.lab.plots import Axis, Point, axis_of, save_curve, save_frontier, unit_of_bytes
@@ -61,6 +61,7 @@ def plot(
         list[str] | None,
         typer.Option(metavar="NAME", help="A series to draw; may be repeated. [default: all]"),
     ] = None,
+    budget: Budgets = None,
     width: Annotated[
         str,
         typer.Option(metavar="column|page|INCHES", help="3.3 or 6.9 inches, or a number."),
@@ -81,7 +82,8 @@ def plot(
     same file.
     """
     size = _size(width, height, font_size)
-    view = _choose(pooled(open_runs(runs, warn=info)), model, task)
+    opened = open_runs(runs, warn=info)
+    view = _choose(pooled(opened, select(opened, budgets=budget)), model, task)
     known = {one.name: one for one in quantities(view.group)}
     first = next(iter(known))
     name = quantity or first

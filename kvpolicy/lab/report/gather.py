@@ -6,7 +6,7 @@ from functools import cached_property
 import attrs
 
 from kvpolicy.errors import ResultsError
-from kvpolicy.lab.analysis.pooling import PooledCell, blocks_of, pool, pool_by_seed
+from kvpolicy.lab.analysis.pooling import Keep, PooledCell, blocks_of, pool, pool_by_seed
 from kvpolicy.lab.store.read import RunFolder
 from kvpolicy.lab.store.records import CellRecord, EvalSettingRecord, ItemRecord, Sample
 
@@ -104,16 +104,17 @@ def gather(runs: Sequence[RunFolder]) -> list[GroupView]:
     return found
 
 
-def pooled(runs: Sequence[RunFolder]) -> list[GroupView]:
+def pooled(runs: Sequence[RunFolder], keep: Keep = lambda group, cell: True) -> list[GroupView]:
     """Merge runs and pool seeds.
 
     Args:
         runs: The runs.
+        keep: Selects cells.
 
     Returns:
         A group for each model, task and settings with samples.
     """
-    return _views(pool(runs))
+    return _views(pool(runs, keep))
 
 
 def _views(cells: Iterable[PooledCell]) -> list[GroupView]:

@@ -66,7 +66,7 @@ def publish(sweep: Sweep, store: Store, by: str | None = None) -> list[Panel]:
     for number, panel in enumerate(panels, 1):
         name = "plot" if len(panels) == 1 else f"plot-{number}"
         title = f"{panel.title}: {panel.settings}"
-        save_sweep_plots(panel.rows, store.folder, panel.columns[0], title=title, name=name)
+        save_sweep_plots(panel.rows, store.folder, panel.columns, title=title, name=name)
     return panels
 
 

@@ -23,7 +23,7 @@ import attrs
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.entry_points import distribution, installed, load_installed, nearest
 from kvpolicy.errors import KVPolicyError, TaskError, refusal_reason
-from kvpolicy.lab.statistics import Interval, mean, pass_at_1, ratio
+from kvpolicy.lab.statistics import Interval, mean, pass_at_1, ratio, within
 from kvpolicy.lab.store.records import Breakdown, Sample
 from kvpolicy.plugin_code import plugin_code
 
@@ -288,7 +288,10 @@ def mean_of(
 
     def estimate(samples: Sequence[Sample]) -> Interval | None:
         means = mean_by_example(samples, of_sample)
-        return mean(list(means.values())) if means else None
+        if not means:
+            return None
+        found = mean(list(means.values()))
+        return within(found, 0.0, 1.0) if is_share else found
 
     return Column(name, title, heading, of_sample, estimate, is_share)
 

@@ -134,6 +134,24 @@ def test_a_question_with_the_prompts_of_two_models_is_one_question(tmp_path: Pat
     assert numbers == [set(range(16))] * 6
 
 
+def test_passages_that_two_tokenizers_cut_are_no_pairs(tmp_path: Path) -> None:
+    """They have no answer, and a reference only where one is scored."""
+    folder = write_run(tmp_path, models=("a", "b"))
+    _change_items(
+        folder,
+        prompt=lambda r: r["prompt"] + ", and more" * (r["model"] == "b" and r["item"] > 4),
+        answer=lambda r: "",
+        reference=lambda r: None,
+    )
+    cells = pool([read_run(folder)])
+    a, b = (
+        {sample.item for cell in cells if cell.group.model == model for sample in cell.samples}
+        for model in ("a", "b")
+    )
+    assert len(a) == len(b) == 8
+    assert len(a & b) == 5, "equal prompts are one question"
+
+
 def test_questions_of_two_models_differ_if_the_task_was_changed(tmp_path: Path) -> None:
     """Somebody edited the file of questions, and asked another model what stands there now."""
     runs = [write_run(tmp_path / model, models=(model,)) for model in ("a", "b")]

@@ -132,6 +132,13 @@ def test_every_quantity_has_a_different_figure(kvpolicy: Shell, run: Path) -> No
     assert Path("one.svg").read_bytes() not in pictures
 
 
+def test_a_figure_shows_the_chosen_budgets(kvpolicy: Shell, run: Path) -> None:
+    assert "shows 5 cells," in kvpolicy("plot", run, "--to", "a.svg").err
+    one = kvpolicy("plot", run, "--to", "a.svg", "--budget", 64, "--budget", "all")
+    assert "shows 3 cells," in one.err, one.err
+    assert "'7'" in refusal(kvpolicy("plot", run, "--to", "a.svg", "--budget", 7))
+
+
 def test_seeds_are_pooled_in_figures(kvpolicy: Shell, tmp_path: Path) -> None:
     seeds = write_run(tmp_path / "seeds", plans=PLANS, seeds=(0, 1))
     answer = kvpolicy("plot", seeds, "--to", "a.svg")
