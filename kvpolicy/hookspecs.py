@@ -271,6 +271,7 @@ def protect(
     positions: Tensor,
     seq_len: Tensor,
     prompt_len: Tensor,
+    is_image: Tensor,
     budget: int,
     memory: Memory,
 ) -> Tensor | None:
@@ -286,6 +287,7 @@ def protect(
         positions: Position of each row's token in the full sequence, ``[B, H_kv, T]``, int64.
         seq_len: Tokens of each sequence so far, ``[B]``, int64, on the CPU.
         prompt_len: Tokens of each prompt, ``[B]``, int64, on the CPU; see `score`.
+        is_image: Rows that belong to images, bool ``[B, H_kv, T]``; see `score`.
         budget: Rows that stay.
         memory: The policy's own dict for each sequence: ``memory.of(self)[b]``.
 
@@ -310,6 +312,7 @@ def score(
     seq_len: Tensor,
     prompt_len: Tensor,
     num_new: Tensor,
+    is_image: Tensor,
     budget: int,
     protected: Tensor,
     tracks: Tracks,
@@ -351,6 +354,8 @@ def score(
         num_new: Tokens of each sequence since its last compaction in this layer, all of them
             at the first, without those of a prompt that stays, ``[B]``, int64, on the CPU. Each is
             one query that has added to ``attn_sums`` since.
+        is_image: Rows that belong to images, bool ``[B, H_kv, T]``: of tokens of a prompt in whose
+            place the model puts what it makes of an image, a frame or sound. None without images.
         budget: Rows that stay.
         protected: Rows that stay in any case, bool ``[B, H_kv, T]``: those that policies of the
             stack declare or that `protect` names, as far as they fit into the budget.

@@ -85,11 +85,13 @@ class SlotContents:
         layers: The layers, in order.
         seq_len: Tokens that the sequence has seen.
         prompt_len: Tokens whose rows stay in layers that keep prompts.
+        rope_offset: See `KVCache`.
     """
 
     layers: tuple[LayerContents, ...]
     seq_len: int
     prompt_len: int
+    rope_offset: int = 0
 
     @property
     def tensors(self) -> Iterator[Tensor]:

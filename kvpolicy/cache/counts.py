@@ -20,6 +20,7 @@ class Counts:
         self.seq_len = np.zeros(num_slots, dtype=np.int64)
         self.prompt_len = np.zeros(num_slots, dtype=np.int64)
         self.num_prompt = np.zeros(num_slots, dtype=np.int64)
+        self.rope_offset = np.zeros(num_slots, dtype=np.int64)
         self.capacity = np.zeros(num_layers, dtype=np.int64)
         self.transient_bytes = 0
 
@@ -27,7 +28,8 @@ class Counts:
     def per_slot(self) -> list[np.ndarray]:
         """The numbers of each slot; the last axis is the slot."""
         of_layers = [self.rows, self.prompt_rows, self.compacted_at, self.num_reserved]
-        return [*of_layers, self.seq_len, self.prompt_len, self.num_prompt]
+        of_slots = [self.seq_len, self.prompt_len, self.num_prompt, self.rope_offset]
+        return [*of_layers, *of_slots]
 
     def drop_first(
         self, layer_idx: int, slots: Sequence[int] | np.ndarray, num: int | np.ndarray

@@ -45,6 +45,8 @@ class KVCache:
         prompt_len: Tokens at the beginning of each slot's sequence whose rows stay in layers that
             keep prompts, ``[S]``.
         num_prompt: Tokens that each slot's sequence brings in before it is decoded, ``[S]``.
+        rope_offset: What the rotary embedding adds to the positions of tokens to come, ``[S]``: it
+            gives the tokens of an image fewer positions than there are.
         num_reserved: Rows of each slot in each layer that no token may have, ``[layers, S]``: the
             budget and the capacity are so much less.
         capacity: Rows allocated for each slot in each layer, ``[layers]``.
@@ -78,7 +80,7 @@ class KVCache:
         self.rows, self.prompt_rows = counts.rows, counts.prompt_rows
         self.compacted_at, self.num_reserved = counts.compacted_at, counts.num_reserved
         self.seq_len, self.prompt_len = counts.seq_len, counts.prompt_len
-        self.num_prompt = counts.num_prompt
+        self.num_prompt, self.rope_offset = counts.num_prompt, counts.rope_offset
         self.capacity = counts.capacity
         layouts = compose(shapes, slabs, self.counts)
         self.layout_of, self.layouts = layouts, list(dict.fromkeys(layouts))

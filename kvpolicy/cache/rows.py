@@ -285,10 +285,16 @@ class LayerRows:
 
         Raises:
             ModelError: If keys of this model cannot be moved: it has no rotary embedding, or
-                one that changes with the length.
+                one that changes with the length; or images have positions of their own.
         """
         if self._cache.rotate is None:
             msg = "these rows belong to no model, so their keys cannot be moved"
+            raise ModelError(msg)
+        if self._cache.rope_offset[self._slots].any():
+            msg = (
+                "keys cannot be moved behind an image whose tokens have rotary positions of their "
+                "own; leave out the policy that moves them"
+            )
             raise ModelError(msg)
         (layer_idx,) = set(self.layers)  # rows are evicted layer by layer where a policy does it
         return self._cache.rotate(layer_idx, keys, by)

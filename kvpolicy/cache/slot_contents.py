@@ -38,7 +38,8 @@ def copy_slot(
     ]
     for layer_idx, held in cache.states.items():
         layers[layer_idx] = attrs.evolve(layers[layer_idx], states=held.copy(slot))
-    return SlotContents(tuple(layers), seq_len, int(cache.prompt_len[slot]))
+    counts = int(cache.prompt_len[slot]), int(cache.rope_offset[slot])
+    return SlotContents(tuple(layers), seq_len, *counts)
 
 
 def fill_slot(cache: KVCache, slot: int, contents: SlotContents) -> None:
@@ -55,6 +56,7 @@ def fill_slot(cache: KVCache, slot: int, contents: SlotContents) -> None:
     cache.num_prompt[slot] = num_prompt
     cache.seq_len[slot] = contents.seq_len
     cache.prompt_len[slot] = contents.prompt_len
+    cache.rope_offset[slot] = contents.rope_offset
     for layer_idx, (layer, held) in enumerate(zip(cache.layers, contents.layers, strict=True)):
         cache.layout_of[layer_idx].fill(layer, slot, held)
     for layer_idx, states in cache.states.items():

@@ -52,6 +52,12 @@ class Arrivals:
             raise RequestError(problem)
         if snapshot is not None and (problem := self.resuming.problem_with(snapshot)):
             raise RequestError(problem)
+        if snapshot is not None and snapshot.contents.rope_offset:
+            msg = (
+                "the snapshot has an image whose tokens have rotary positions of their own; go on "
+                "with it in a PolicyCache"
+            )
+            raise RequestError(msg)
         if request.snapshot and (problem := self.resuming.problem):
             msg = f"no snapshot can be taken: {problem}"
             raise RequestError(msg)

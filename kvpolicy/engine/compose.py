@@ -85,7 +85,8 @@ def core_of(
         bound.chunk,
         bound.max_tokens_per_forward,
     )
-    own = [*_logprobs(adapter), *parts.of_policies(), *_copies(bound, registers, prefixes)]
+    own = [*_logprobs(adapter), *parts.of_policies(), *_embedded(adapter)]
+    own += _copies(bound, registers, prefixes)
     extensions = Extensions([*own, *(make() for make in bound.extensions)])
     evictor = Evictor(
         cache,
@@ -97,6 +98,7 @@ def core_of(
         make_rows=adapter.processes.layer_rows,
         repeats=adapter.processes.num_processes == 1,
         bound=bound.bound,
+        image_ids=adapter.image_ids,
     )
     core = Core(cache, evictor, extensions, timings)
     for one in extensions:
@@ -234,6 +236,12 @@ def _logprobs(adapter: ModelAdapter) -> abc.Iterator[Extension]:
     """What measures tokens, before a policy that is shown them may fail."""
     if is_there(_EXTENSIONS + "logprobs"):
         yield _feature("logprobs", "Logprobs", "requests")(adapter.vocab_size)
+
+
+def _embedded(adapter: ModelAdapter) -> abc.Iterator[Extension]:
+    """What gives the decoder the embeddings of prompts with images."""
+    if adapter.embedder is not None:
+        yield _feature("embedded", "Embedded", "prompts with images")()
 
 
 def _copies(bound: BoundPlan, registers: RegisterFile, prefixes: Any) -> abc.Iterator[Extension]:

@@ -58,6 +58,7 @@ class Core:
         self.evictor.take_back()
         self.runner.commit(step, output, drawn, num_new)
         step.steer = step.annotating = None  # they refer to the step
+        step.embedded = None
         if step.error is not None:
             for seq in step.sequences:
                 seq.fail(step.error)

@@ -24,6 +24,7 @@ from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.engine.compaction import Compaction, DueSlot
 from kvpolicy.engine.eviction.choice import final_scores
+from kvpolicy.engine.eviction.images import ImageRows
 from kvpolicy.engine.extensions.base import Extensions
 from kvpolicy.engine.requests.isolation import ErrorScope
 from kvpolicy.engine.requests.sequence import Sequence
@@ -65,6 +66,7 @@ class Evictor:
         make_rows: MakeRows = LayerRows,
         repeats: bool = True,
         bound: abc.Sequence[Bound] | None = None,
+        image_ids: abc.Collection[int] = (),
     ) -> None:
         """Bind what all compactions of a run share.
 
@@ -81,6 +83,7 @@ class Evictor:
                 that fails. Where processes share a model, it may have failed in one of them, and
                 the others would not take part.
             bound: What policies have made of the weights of each layer; ``None``: nothing.
+            image_ids: Token ids in whose place the model puts embeddings of images.
         """
         self.num_compactions = 0
         self._cache, self._layers, self._stacks = cache, layers, stacks
@@ -92,6 +95,7 @@ class Evictor:
         self.call_bytes = _CPU_CALL_BYTES if on_cpu else _GPU_CALL_BYTES
         self.defers = not on_cpu
         self._late: list[LateChecks] = []
+        self._image_rows = ImageRows(image_ids)
         self._ahead: dict[Sequence, np.ndarray] = {}  # see `take_back`
         self._asked_due = [
             layer_idx
@@ -440,6 +444,7 @@ class Evictor:
                 late=one.late,
                 bound=self._bound[first.layer_idx],
                 supplied=one.arguments,
+                is_image=self._is_image(one),
                 **shared,
             )
         with self._timings.time("select_s", positions.device):
@@ -448,6 +453,12 @@ class Evictor:
                 first.layer_idx, one.late, scores=scores, heads=heads, **shared
             )
         return one.keep
+
+    def _is_image(self, one: Compaction) -> Tensor | None:
+        """Which rows belong to images, if a policy asks for it."""
+        if "is_image" not in one.due[0].stack.reads:
+            return None
+        return self._image_rows(one.sequences, one.rows.positions)
 
     def _evict(self, one: Compaction) -> None:
         """Have the rows leave that were not chosen."""

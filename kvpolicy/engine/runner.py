@@ -148,6 +148,7 @@ class Runner:
             step.wants_states,
             wants_logits=step.wants_logits,
             annotating=step.annotating,
+            embedded=step.embedded,
         )
         logits, states = self._adapter.forward(given)
         return Output(logits, states, given.logits, layout)

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvpolicy.devices import Download
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.hooks.late_checks import Unsettled
+from kvpolicy.model.embedded import EmbeddedPrompt
 from kvpolicy.model.forward_input import Annotating, Steer
 
 # Is shown the logits ``[B, V]`` after the newest token of each sequence of a step that draws, and
@@ -40,6 +41,8 @@ class Step:
         wants_logits: Whether somebody reads the logits after all new tokens.
         steer: Is asked for changes to the states that enter some layers, in decode steps.
         annotating: Gives the new rows of some layers numbers.
+        embedded: What enters the decoder for the new tokens of each sequence; ``None``: what the
+            model makes of their ids.
         on_drawn: Are shown logits and the tokens drawn from them.
         runs_python: Whether something is called in the forward that a replayed graph leaves out.
         newest: The newest token of each sequence, ``[B]``, once the forward has begun; in static
@@ -63,6 +66,7 @@ class Step:
     wants_logits: bool = False
     steer: Steer | None = None
     annotating: Annotating | None = None
+    embedded: abc.Sequence[EmbeddedPrompt | None] | None = None
     on_drawn: list[OnDrawn] = attrs.field(factory=list)
     runs_python: bool = False
     newest: Tensor = attrs.field(init=False)

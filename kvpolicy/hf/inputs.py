@@ -22,11 +22,13 @@ class Columns:
     Attributes:
         count: Number of columns, pads included.
         num_tokens: Columns of each row that hold a token, ``[B]``; ``[1]`` before the first.
+        new_is_real: Which of the columns that were read last are no pads, bool ``[B, L]``.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.num_tokens: np.ndarray = np.zeros(1, dtype=np.int64)
+        self.new_is_real: np.ndarray = np.zeros((1, 0), dtype=bool)
         self._is_real: np.ndarray | None = None  # [B, columns of the turns so far]
 
     def read(
@@ -57,6 +59,7 @@ class Columns:
         is_real = mask[:, self.count :]
         _check_new(is_real)
         self._check_positions(is_real, position_ids)
+        self.new_is_real = is_real
         rows = token_ids.cpu().numpy()
         return [row[real].tolist() for row, real in zip(rows, is_real, strict=True)]
 

@@ -39,6 +39,7 @@ from kvpolicy.engine.step import Drawn, Step
 from kvpolicy.errors import CacheError, ModelError, RequestError, SnapshotError
 from kvpolicy.hf.inputs import Columns, check_tensor
 from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.embedded import EmbeddedPrompt, image_arguments
 from kvpolicy.model.wrappers import row_arguments
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import ResolvedPlan
@@ -156,7 +157,7 @@ class PolicyCache(Cache):
         if max_length is not None and (not is_number or max_length < 1):
             _refuse(f"was given max_length={max_length!r}; expected a number of tokens")
         # The hooks of the model run around each call of it: once, and not again in the engine.
-        adapter = ModelAdapter(model, run_own_hooks=False)
+        adapter = ModelAdapter(model, run_own_hooks=False, embeds=True)
         self._bound = BoundPlan(
             adapter,
             tokenizer,
@@ -264,7 +265,8 @@ class PolicyCache(Cache):
             _refuse("was made for another model; make one for each")
         if not self._is_whole:
             _refuse(_INCOMPLETE)
-        _check_arguments(model, given)
+        images = self._images_in(given)
+        _check_arguments(model, {one: given[one] for one in given if one not in images})
         token_ids, mask = given["input_ids"], given.get("attention_mask")
         new = self._columns.read(token_ids, mask, given.get("position_ids"))
         vocab_size = model.config.get_text_config().vocab_size
@@ -275,11 +277,53 @@ class PolicyCache(Cache):
                 _refuse(f"cannot serve row {row}: {error}")
         # Slabs and the notes of policies outlive the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            logits = self._logits(self._core_for(new), new)
+            embedded = self._embedded(given, images, new)
+            core = self._core_for(new)
+            if embedded is not None:
+                self._hold_embedded(core, embedded)
+            logits = self._logits(core, new)
         self._columns.add(new, token_ids.shape[1], mask)
         self._is_whole = True
         stacked = torch.stack([logits[row] for row in range(len(new))])[:, None]
         return CausalLMOutputWithPast(logits=stacked, **cache_argument(self))
+
+    def _images_in(self, given: Mapping[str, Any]) -> list[str]:
+        """Names of what a forward is given for images."""
+        if self._bound.adapter.embedder is None:
+            return []
+        return [
+            name
+            for name, value in given.items()
+            if name in image_arguments(self._bound.adapter.model) and not _says_nothing(value)
+        ]
+
+    def _embedded(
+        self, given: Mapping[str, Any], images: Sequence[str], new: list[list[int]]
+    ) -> list[EmbeddedPrompt] | None:
+        """What new tokens of each row have for the decoder; ``None``: they have no image.
+
+        What is given for images beside a prompt that has begun before may be of its beginning.
+        """
+        adapter, is_first = self._bound.adapter, not self._columns.count
+        ids = adapter.image_ids
+        has_any = not ids or any(not ids.isdisjoint(tokens) for tokens in new)
+        if adapter.embedder is None or not images or not (is_first or has_any):
+            return None
+        token_ids, mask = given["input_ids"], given.get("attention_mask")
+        arguments = {name: given[name] for name in images} | {"input_ids": token_ids}
+        if mask is not None:
+            arguments["attention_mask"] = mask[:, -token_ids.shape[1] :]
+        if is_first and given.get("position_ids") is not None:
+            arguments["position_ids"] = given["position_ids"]
+        return adapter.embedder(arguments, self._columns.new_is_real)
+
+    def _hold_embedded(self, core: Core, embedded: Sequence[EmbeddedPrompt]) -> None:
+        """Keep what new tokens have for the decoder until they are in."""
+        cache = core.cache
+        for seq in self.sequences:
+            seen, offset = int(cache.seq_len[seq.slot]), int(cache.rope_offset[seq.slot])
+            seq.embedded = embedded[seq.id].after(seen, offset)
+            cache.rope_offset[seq.slot] = seq.embedded.rope_offset
 
     def _core_for(self, new: list[list[int]]) -> Core:
         """A core whose slabs can take the new tokens, and one more."""

@@ -33,6 +33,7 @@ from kvpolicy.model.config import (
     stop_ids,
 )
 from kvpolicy.model.decoder import attention_module, decoder_layers, decoder_of, kv_group
+from kvpolicy.model.embedded import Embedder, embed_chunks, image_ids
 from kvpolicy.model.fingerprint import ModelFingerprint
 from kvpolicy.model.forward_input import Annotating, ForwardInput, under_way
 from kvpolicy.model.latent import (
@@ -75,6 +76,8 @@ class ModelAdapter:
         stop_ids: Tokens that end a generation, from the model's own configuration.
         hidden_size: Size of the hidden state, ``M``.
         processes: The processes that hold the model.
+        embedder: Embeds prompts with images; ``None``: none are embedded.
+        image_ids: Token ids in whose place the model puts embeddings of images.
     """
 
     processes: SingleProcess = SingleProcess()
@@ -84,13 +87,16 @@ class ModelAdapter:
     _softmax: Sequence[Softmax] = ()  # of each layer, once a forward has shown it
     _one_by_one: bool = False  # see `KVCache.one_by_one`, once a forward has shown it
 
-    def __init__(self, model: PreTrainedModel, *, run_own_hooks: bool = True) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, run_own_hooks: bool = True, embeds: bool = False
+    ) -> None:
         """Inspect a model, which is left as it is.
 
         Args:
             model: The model.
             run_own_hooks: Whether `forward` runs the hooks of the model itself; those of its
                 submodules always run. Not wanted within a call of the model, which runs them.
+            embeds: Whether prompts may have images, if the model takes any.
 
         Raises:
             ModelError: If the engine cannot run the model.
@@ -116,6 +122,8 @@ class ModelAdapter:
         self._reads_states = False
         self._twin = Twin(model, ATTENTION, self._register)
         self._fingerprint = ModelFingerprint(model)
+        self.image_ids = image_ids(model)
+        self.embedder = Embedder(model) if embeds and decoder_of(model) is not model else None
         num_found = len(decoder_layers(model))
         if num_found != self.num_layers:
             msg = (
@@ -383,7 +391,10 @@ class ModelAdapter:
         gives_positions: bool = True,
     ) -> Any:
         """What the model gives for the new tokens of a step, whose rows it has stored."""
-        positions = torch.from_numpy(step.position_ids).to(self.device) if gives_positions else None
+        positions = None
+        if gives_positions:
+            offset = step.cache.rope_offset[step.tokens.slots]
+            positions = torch.from_numpy(step.position_ids + offset[:, None]).to(self.device)
         with torch.inference_mode(), under_way(given):
             output = self._called(twin)(
                 input_ids=given.token_ids.to(self.device),
@@ -444,6 +455,9 @@ class ModelAdapter:
         if self._reads_states:
             decoder = copies.hookable(decoder_of(self.model))
             decoder.register_forward_hook(_receive_states, with_kwargs=True)
+        if self.embedder is not None:
+            decoder = copies.hookable(decoder_of(self.model))
+            decoder.register_forward_pre_hook(_embed, with_kwargs=True)
         for module in self._latents.values():
             store_latents(copies, module)
         layers = decoder_layers(self.model)
@@ -604,6 +618,14 @@ def _device_of(module: nn.Module) -> torch.device:
     hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
     brought = (getattr(hook, "execution_device", None) for hook in hooks)
     return torch.device(next((one for one in brought if one is not None), device))
+
+
+def _embed(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Give the decoder the embeddings of chunks with images."""
+    given: ForwardInput = kwargs["kvpolicy_forward"]
+    if given.embedded is None:
+        return None
+    return args, embed_chunks(given.embedded, given.token_ids.shape[1], kwargs)
 
 
 def _receive_states(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:

@@ -4,7 +4,7 @@ The twin passes its modules the `ForwardInput`. Operators in a graph are given t
 rotary embeddings positions only, so they ask which forward is under way in their thread.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpolicy.cache.eager_step import EagerStep
 from kvpolicy.cache.static_step import StaticStep
+from kvpolicy.model.embedded import EmbeddedPrompt
 from kvpolicy.model.static_forward import StaticForward, static_forward
 
 # Steers a layer: layer index and the states entering it, [B, M] -> a change to add, or None.
@@ -50,6 +51,8 @@ class ForwardInput:
         draws: Whether a static step draws the next tokens and counts the new rows.
         wants_logits: Whether the logits after all new tokens are wanted.
         annotating: Annotates the new rows of the layers named in `ModelAdapter.add_hooks`.
+        embedded: What enters the decoder for the new tokens of each sequence; ``None``: what the
+            model makes of their ids.
         states: Hidden states after the final norm, ``[B, L, M]``, after the forward.
         logits: Logits after all new tokens, ``[B, L, V]``, after the forward.
         attention_input: What enters the attention of the layer under way, ``[B, L, M]``, if its
@@ -65,6 +68,7 @@ class ForwardInput:
     draws: bool = False
     wants_logits: bool = False
     annotating: Annotating | None = None
+    embedded: Sequence[EmbeddedPrompt | None] | None = None
     states: Tensor | None = None
     logits: Tensor | None = None
     attention_input: Tensor | None = None

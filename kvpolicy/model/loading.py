@@ -9,7 +9,13 @@ from typing import Any
 import attrs
 import safetensors
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import ModelError
@@ -90,7 +96,7 @@ def load_model(
         try:
             # Weights that do not fit are reported below; transformers would print a table of
             # them, or replace them by random numbers.
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = _class_for(source, trust_remote_code).from_pretrained(
                 source,
                 dtype=wanted,
                 use_safetensors=True,
@@ -144,7 +150,7 @@ def load_skeleton(
     with quiet_libraries():
         try:
             with torch.device("meta"):
-                model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                model: PreTrainedModel = _class_of(config).from_config(
                     config,
                     dtype=(config.dtype or torch.float32) if wanted == "auto" else wanted,
                     trust_remote_code=trust_remote_code,
@@ -291,6 +297,25 @@ def _is_available(hub_id: str, file: str) -> bool:
     except (HFValidationError, OSError):  # also of a name too long for a file
         return True  # transformers' own message explains it
     return constants.HF_HUB_OFFLINE or is_cached or hub_reachable()
+
+
+def _class_for(source: str, trust_remote_code: bool) -> Any:
+    """What builds a model of a folder or a hub id: text from text, or else from images, too."""
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception:  # loading the model says what is wrong
+        return AutoModelForCausalLM
+    return _class_of(config)
+
+
+def _class_of(config: Any) -> Any:
+    """What builds a model of a configuration."""
+    comes_with_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if comes_with_code or type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    if type(config) in AutoModelForImageTextToText._model_mapping:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def _load_config(name: str | Path, source: str, trust_remote_code: bool) -> Any:

@@ -43,14 +43,14 @@ class Twin:
     def __init__(
         self,
         model: PreTrainedModel,
-        attention: str,
+        attention: str | None,
         add_hooks: Callable[["Copies"], None],
     ) -> None:
         """Note the model; the twin is made when it is first needed.
 
         Args:
             model: The model.
-            attention: Name of the attention function that the twin calls.
+            attention: Name of the attention function that the twin calls; ``None`` for its own.
             add_hooks: Registers hooks on each new twin.
         """
         self._model = model

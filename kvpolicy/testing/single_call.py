@@ -264,6 +264,7 @@ class _Layer:
             seq_len=rows.seq_len,
             prompt_len=torch.full_like(rows.seq_len, self.prompt_len),
             num_new=rows.num_new,
+            is_image=torch.zeros_like(rows.positions, dtype=torch.bool),
             bound=self.bound,
         )
         budget = self.budget if self._begin_compaction() else rows.num_rows

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from kvpolicy import Engine, Plan, PolicyCache
 from kvpolicy.compat import cache_argument
-from kvpolicy.errors import CacheError, ModelError
+from kvpolicy.errors import ModelError
 
 PLAN = Plan.uniform("full")
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2]]
@@ -63,13 +63,3 @@ def test_text_gives_the_tokens_of_generate(kind: str) -> None:
     assert [list(result.tokens) for result in results] == expected
     for prompt, answer in zip(PROMPTS, expected, strict=True):
         assert generated(prompt, **cache_argument(PolicyCache(model, PLAN))) == answer
-
-
-def test_an_image_is_refused() -> None:
-    model = tiny_vlm("llava")
-    with pytest.raises(CacheError, match="pixel_values"), torch.no_grad():
-        model(
-            torch.tensor([PROMPTS[0]]),
-            pixel_values=torch.zeros(1, 3, 4, 4),
-            **cache_argument(PolicyCache(model, PLAN)),
-        )

@@ -345,14 +345,14 @@ def _rope(default: PretrainedConfig) -> dict[str, Any]:
     return {"rope_parameters": {**parameters, "mrope_section": fitting}}
 
 
-def tiny_random_model(class_name: str) -> PreTrainedModel:
+def tiny_random_model(class_name: str, config: PretrainedConfig | None = None) -> PreTrainedModel:
     """A tiny model whose tokens vary and depend on the whole prompt; it ends no generation."""
     import transformers
 
     model_class = getattr(transformers, class_name)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = tiny_config(model_class.config_class)
+        config = tiny_config(model_class.config_class) if config is None else config
         model = model_class._from_config(config, attn_implementation="eager")
         for name, weight in model.named_parameters():
             _vary(name, weight.data)

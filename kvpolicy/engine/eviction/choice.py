@@ -34,7 +34,7 @@ def final_scores(
         late: Keeps answers whose values are checked later; ``None``: they are now.
         bound: What the policies have made of the layer's weights.
         supplied: Arguments of `score` that come from elsewhere, by name.
-        shared: Arguments of `protect`, `score` and `select`: positions, budget, prompt_len and
+        shared: Arguments of `protect` and `score`: positions, budget, prompt_len, is_image and
             memory.
     """
     protected = stack.protected(layer_idx, seq_len=rows.seq_len, **shared)

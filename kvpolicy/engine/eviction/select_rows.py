@@ -48,6 +48,7 @@ class CacheView:
         seq_len: Tokens of each sequence so far, ``[B]``; if left out, up to its last position.
         prompt_len: Tokens of each prompt, ``[B]``; if left out, ``seq_len``.
         num_new: Tokens of each sequence since its last compaction, ``[B]``; if left out, all.
+        is_image: Rows that belong to images, bool ``[B, H_kv, T]``; if left out, none.
         out_of_sight: Rows that no later query can see, bool ``[B, H_kv, T]``: they leave first.
         layer_idx: Decoder layer, counted from 0.
         bound: What `Stack.bind` has made of the layer's weights, for policies that read them.
@@ -63,6 +64,7 @@ class CacheView:
     seq_len: Tensor | None = None
     prompt_len: Tensor | None = None
     num_new: Tensor | None = None
+    is_image: Tensor | None = None
     out_of_sight: Tensor | None = None
     layer_idx: int = 0
     bound: Bound | None = None
@@ -164,6 +166,7 @@ def select_rows(
             bound=one.bound,
             supplied={"lookahead_queries": one.lookahead_queries},
             positions=one.positions,
+            is_image=one.is_image,
             **shared,
         )
         for one in listed
@@ -225,6 +228,8 @@ class _Rows:
         self.num_new = self.seq_len if given.num_new is None else given.num_new.cpu()
         self.out_of_sight, self.lookahead_queries = given.out_of_sight, given.lookahead_queries
         self.absent = positions < 0 if shares else None
+        none = torch.zeros_like(positions, dtype=torch.bool)
+        self.is_image = none if given.is_image is None else given.is_image
         self._names = "+".join(stack.names)
         self.bound = given.bound
         if given.bound is None and stack.implements("bind"):
@@ -290,6 +295,7 @@ _AXES = {
     "lookahead_queries": "B...",
     "attn_weights": "B..T",
     "out_of_sight": "BHT",
+    "is_image": "BHT",
     "seq_len": "B",
     "prompt_len": "B",
     "num_new": "B",

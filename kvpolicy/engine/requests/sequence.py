@@ -16,6 +16,7 @@ from kvpolicy.engine.requests.results import FinishReason, Result, TokenLogprobs
 from kvpolicy.engine.requests.stop_strings import Judged, Stop, StopStrings
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import RequestError
+from kvpolicy.model.embedded import EmbeddedPrompt
 from kvpolicy.state import SequenceMemory, WaitingRequest
 
 
@@ -63,6 +64,8 @@ class Sequence:
         sampling: How its tokens are drawn from the logits.
         largest: The largest logit after its newest prompt tokens, on the device.
         continuation: How decode steps continue it.
+        embedded: What enters the decoder for its newest prompt, as long as that is not all in;
+            ``None``: what the model makes of token ids.
     """
 
     id: int
@@ -103,6 +106,7 @@ class Sequence:
     sampling: Sampling = attrs.field()
     largest: Tensor | None = None
     continuation: Continuation = attrs.field(init=False)
+    embedded: EmbeddedPrompt | None = None
     _stop: Stop | None = None
     _decoder: TextDecoder | None = attrs.field(default=None, init=False)
     _judged: Judged = attrs.field(default=Judged(), init=False)

@@ -132,6 +132,7 @@ class SequenceSnapshot:
             "num_observed": self.num_observed,
             "compacted_at": [layer.compacted_at for layer in self.contents.layers],
             "prompt_len": self.contents.prompt_len,
+            "rope_offset": self.contents.rope_offset,
             "prompt_rows": [layer.prompt_rows for layer in self.contents.layers],
             "rows": [layer.rows for layer in self.contents.layers],
             "registers": [[number, own] for number, own in self.registers.items()],
@@ -206,7 +207,12 @@ class SequenceSnapshot:
         return cls(
             prompt=tuple(header["prompt"]),
             tokens=tuple(header["tokens"]),
-            contents=SlotContents(layers, header["seq_len"], header["prompt_len"]),
+            contents=SlotContents(
+                layers,
+                header["seq_len"],
+                header["prompt_len"],
+                header.get("rope_offset", 0),  # older snapshots have none
+            ),
             states=tensors.get("states"),
             num_observed=header["num_observed"],
             registers=dict(header["registers"]),

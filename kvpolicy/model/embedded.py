@@ -1,0 +1,284 @@
+"""Prompts with images: what enters the decoder of a vision-language model for each token.
+
+A model of this kind computes embeddings of images, puts them in the place of their tokens, and
+calls its decoder with what results. `Embedder` runs this part of it for whole prompts, and stops
+where the decoder is called. Chunks of the prompts then enter the decoder with their part of that,
+which `embed_chunks` puts in the place of what the model makes of their token ids.
+
+Images are whatever is embedded so: frames of videos and sound, too.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvpolicy.errors import ModelError, error_summary
+from kvpolicy.model.decoder import decoder_of
+from kvpolicy.model.twin import Copies, Twin
+
+# What a decoder is given that says nothing of single tokens, or that a forward of ours says itself.
+_NOT_OF_TOKENS = {
+    "attention_mask",
+    "cache",
+    "cache_position",
+    "input_ids",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
+
+# Arguments of a model's forward that are not for images, beside those above.
+_NOT_FOR_IMAGES = re.compile(
+    r"^(inputs_embeds|labels|router_labels|return_dict|per_layer_inputs)$"
+    r"|^(output|decoder|encoder|cross_attention)_|head_mask$|^(kw)?args$"
+)
+
+# Fields of a configuration that name the tokens in whose place embeddings of images are put.
+_IMAGE_ID = re.compile(r"^(image|video|audio|speech|media_placeholder)_token_(id|index)$")
+
+# Planes of positions: of time, height and width; some models put that of the text before them.
+_PLANES = (3, 4)
+
+
+@attrs.frozen(eq=False)
+class EmbeddedPrompt:
+    """What a decoder is given for the tokens of a prompt, or of a part of it.
+
+    Attributes:
+        start: Position of its first token in the sequence.
+        columns: By the name of an argument, what there is for each of the ``n`` tokens,
+            ``[n, ...]``: ``inputs_embeds`` and others.
+        marked: By the name of an argument, tensors ``[m, ...]`` for those tokens only that a column
+            marks: the name of this column, and the tensors.
+        rope: Positions of the tokens for the rotary embedding, ``[3, n]``; ``None``: those that the
+            tokens have in their sequence.
+        rope_offset: What is added to the positions of later tokens, as `KVCache.rope_offset`.
+    """
+
+    start: int
+    columns: Mapping[str, Tensor]
+    marked: Mapping[str, tuple[str, tuple[Tensor, ...]]]
+    rope: Tensor | None = None
+    rope_offset: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has."""
+        return len(self.columns["inputs_embeds"])
+
+    def part(self, first: int, length: int) -> "EmbeddedPrompt":
+        """What belongs to some of its tokens.
+
+        Args:
+            first: Position of the first of them in the sequence.
+            length: How many.
+        """
+        begin = first - self.start
+        tokens = slice(begin, begin + length)
+        marked = {}
+        for name, (mask, tensors) in self.marked.items():
+            before = int(self.columns[mask][:begin].sum())
+            own = slice(before, before + int(self.columns[mask][tokens].sum()))
+            marked[name] = mask, tuple(tensor[own] for tensor in tensors)
+        return attrs.evolve(
+            self,
+            start=first,
+            columns={name: column[tokens] for name, column in self.columns.items()},
+            marked=marked,
+            rope=None if self.rope is None else self.rope[:, tokens],
+        )
+
+    def after(self, seen: int, rope_offset: int) -> "EmbeddedPrompt":
+        """The same behind so many tokens, to whose positions so much is added."""
+        begin = seen + rope_offset
+        return attrs.evolve(
+            self,
+            start=self.start + seen,
+            rope=None if self.rope is None else self.rope + begin,
+            rope_offset=self.rope_offset + rope_offset,
+        )
+
+
+def image_arguments(model: PreTrainedModel) -> frozenset[str]:
+    """Arguments of a model's forward that are for images."""
+    names = set(inspect.signature(type(model).forward).parameters) - {"self"} - _NOT_OF_TOKENS
+    return frozenset(name for name in names if not _NOT_FOR_IMAGES.search(name))
+
+
+def image_ids(model: PreTrainedModel) -> frozenset[int]:
+    """The token ids in whose place a model puts embeddings of images, by its configuration."""
+    names = {*vars(model.config), *model.config.attribute_map}
+    found = [getattr(model.config, name, None) for name in names if _IMAGE_ID.match(name)]
+    return frozenset(one for one in found if type(one) is int and one >= 0)
+
+
+class _ReachedError(Exception):
+    """The decoder was called; with these arguments."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments = arguments
+
+
+class Embedder:
+    """Runs a model up to its decoder."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._name = type(model).__name__
+        self._model = model
+        self._twin = Twin(model, None, self._register)
+
+    def __call__(self, given: Mapping[str, Any], is_real: np.ndarray) -> list[EmbeddedPrompt]:
+        """What the decoder is given for prompts, of which it has seen nothing before.
+
+        Args:
+            given: Arguments of a forward of the model, by name, without a cache.
+            is_real: Which columns of the prompts are no pads, bool ``[B, L]``.
+
+        Raises:
+            ModelError: If the model does not take such images, or its decoder is given more than
+                can be told apart by tokens.
+        """
+        arguments = self._reach(given)
+        embeds = arguments.get("inputs_embeds")
+        if not isinstance(embeds, Tensor) or embeds.shape[:2] != is_real.shape:
+            self._refuse("embeds them within its decoder")
+        self._check_mask(arguments.get("attention_mask"), is_real)
+        columns, marked = self._of_tokens(arguments, is_real.shape)
+        planes = self._planes(arguments.get("position_ids"))
+        before = {mask: 0 for mask, _ in marked.values()}  # marked tokens of the rows before
+        prompts = []
+        for row, real in enumerate(torch.from_numpy(is_real)):
+            own = {}
+            for name, (mask, tensors) in marked.items():
+                count = int(columns[mask][row].sum())
+                own[name] = mask, tuple(one[before[mask] :][:count] for one in tensors)
+            for mask in before:
+                before[mask] += int(columns[mask][row].sum())
+            kept = {name: one[row, real.to(one.device)] for name, one in columns.items()}
+            rope = None if planes is None else planes[:, row, real.to(planes.device)]
+            offset = 0 if rope is None else int(rope.max()) + 1 - int(real.sum())
+            prompts.append(EmbeddedPrompt(0, kept, own, rope, offset))
+        return prompts
+
+    def _reach(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The arguments with which the decoder is called."""
+        try:
+            self._twin.current().forward(**given, use_cache=False)
+        except _ReachedError as reached:
+            return reached.arguments
+        except Exception as error:  # whatever code of the model may raise
+            self._refuse(f"does not embed them: {error_summary(error)}")
+        self._refuse("does not call its decoder")
+
+    def _planes(self, positions: object) -> Tensor | None:
+        """Positions of the tokens in three planes, ``[3, B, L]``; ``None``: they have one each."""
+        if not isinstance(positions, Tensor) or positions.dim() != 3:
+            return None
+        if len(positions) not in _PLANES:
+            self._refuse(f"gives its decoder positions of shape {list(positions.shape)}")
+        return positions[-3:]
+
+    def _register(self, copies: Copies) -> None:
+        """Have a twin stop at its decoder."""
+        decoder = copies.hookable(decoder_of(self._model))
+        names = list(inspect.signature(type(decoder).forward).parameters)[1:]
+
+        def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            raise _ReachedError({**dict(zip(names, args, strict=False)), **kwargs})
+
+        decoder.register_forward_pre_hook(stop, with_kwargs=True)
+        # Which tokens attend to which is then said by whole masks, which are compared with ours.
+        copies.twin.config.get_text_config(decoder=True)._attn_implementation = "eager"
+
+    def _of_tokens(
+        self, arguments: Mapping[str, Any], shape: tuple[int, ...]
+    ) -> tuple[dict[str, Tensor], dict[str, tuple[str, tuple[Tensor, ...]]]]:
+        """Arguments of the decoder that have a value for each token, or for each that is marked."""
+        known = inspect.signature(type(decoder_of(self._model)).forward).parameters
+        columns, others = {}, {}
+        for name, value in arguments.items():
+            if name in _NOT_OF_TOKENS:
+                continue
+            if isinstance(value, Tensor) and value.shape[:2] == shape:
+                columns[name] = value
+            elif name in known and isinstance(value, (Tensor, list, tuple)):
+                others[name] = value
+        masks = {
+            int(column.sum()): name
+            for name, column in columns.items()
+            if column.dtype == torch.bool and column.dim() == 2
+        }
+        marked = {}
+        for name, value in others.items():
+            lengths = {len(one) for one in value if isinstance(one, Tensor)}
+            mask = masks.get(lengths.pop()) if len(lengths) == 1 else None
+            if mask is None or isinstance(value, Tensor):
+                self._refuse(f"gives its decoder {name} beside the embeddings of tokens")
+            marked[name] = mask, tuple(value)
+        return columns, marked
+
+    def _check_mask(self, mask: Any, is_real: np.ndarray) -> None:
+        """Check that tokens attend to those to which we have them attend."""
+        for one in mask.values() if isinstance(mask, Mapping) else [mask]:
+            # Others hide pads only, and the decoder makes a mask of them.
+            if isinstance(one, Tensor) and one.dim() == 4:
+                self._check_seen(one[:, 0], torch.from_numpy(is_real).to(one.device))
+
+    def _check_seen(self, mask: Tensor, real: Tensor) -> None:
+        """Check a mask ``[B, L, L]``: true, or near 0, where a token is seen."""
+        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        pairs = real[:, :, None] & real[:, None, :]
+        seen = seen & pairs
+        if seen.triu(1).any():
+            self._refuse("has tokens of an image attend to later ones, which is not supported")
+        window = getattr(self._model.config.get_text_config(decoder=True), "sliding_window", None)
+        expected = [pairs.tril(), *([pairs.tril().triu(1 - window)] if window else [])]
+        if not any(torch.equal(seen, one) for one in expected):
+            self._refuse("masks attention to them in a way of its own")
+
+    def _refuse(self, what: str) -> NoReturn:
+        msg = f"model {self._name} cannot be run with these images: it {what}"
+        raise ModelError(msg)
+
+
+def embed_chunks(
+    prompts: Sequence[EmbeddedPrompt | None], width: int, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a decoder, with what belongs to chunks of prompts put into them.
+
+    Args:
+        prompts: The chunk of each sequence; ``None``: it is what the model makes of token ids.
+        width: Token columns, of which chunks are the last.
+        arguments: What the model gives its decoder for the token ids, by name.
+    """
+    found = [(row, one) for row, one in enumerate(prompts) if one is not None]
+    arguments = dict(arguments)
+    embeds = arguments["inputs_embeds"]
+    columns = {name: column for _, one in found for name, column in one.columns.items()}
+    for name, like in columns.items():
+        before = arguments.get(name)
+        if before is None:
+            before = like.new_zeros(len(embeds), width, *like.shape[1:])
+        placed = arguments[name] = before.clone()
+        for row, one in found:
+            placed[row, width - one.num_tokens :] = one.columns[name].to(placed.device)
+    for name in {name for _, one in found for name in one.marked}:
+        parts = [one.marked[name][1] for _, one in found]
+        arguments[name] = [torch.cat(one) for one in zip(*parts, strict=True)]
+    if any(one.rope is not None for _, one in found):
+        positions = arguments["position_ids"]
+        if positions.dim() == 2:
+            positions = positions.expand(3, *positions.shape)
+        arguments["position_ids"] = positions = positions.clone()
+        for row, one in found:
+            if one.rope is not None:
+                positions[-3:, row, width - one.num_tokens :] = one.rope.to(positions.device)
+    return arguments
