@@ -1,7 +1,8 @@
 """Which rows the queries of a forward see: said in a few numbers, not in a mask of all of them.
 
-A query sees the rows up to that of its own token. Most layers hide nothing else, so kernels that
-are causal need no mask at all. Where more is hidden, masks are made for some queries at a time.
+A query sees the rows up to that of its own token; within an image of some models, those behind it,
+too. Most layers hide nothing else, so kernels that are causal need no mask at all. Where more is
+hidden, masks are made for some queries at a time.
 
 Shapes: ``B`` sequences, ``L`` token columns, padded on the left, ``H_kv`` KV heads, ``T`` rows:
 those of the fullest sequence. A sequence has the first of them, and its newest token the last of
@@ -39,6 +40,7 @@ class Visible:
         device: Where masks are made.
         reach: How many rows a query sees, its own included; ``None``: all up to its own.
         also: What else hides rows; ``None``: nothing.
+        ahead: How many rows behind its own each query sees, ``[B, L]``; ``None``: none.
     """
 
     lengths: np.ndarray
@@ -47,6 +49,7 @@ class Visible:
     device: torch.device
     reach: int | None = None
     also: Also | None = None
+    ahead: np.ndarray | None = None
     _kept: dict[tuple[int, int, int, int], Tensor] = attrs.field(
         factory=dict, init=False, repr=False
     )
@@ -88,7 +91,10 @@ class Visible:
         first = 0
         if self.reach is not None:
             first = max(int(self.num_rows.min()) - self.width + now.start - self.reach + 1, 0)
-        return slice(first, int(self.num_rows.max()) - self.width + now.stop)
+        end = now.stop
+        if self.ahead is not None:
+            end = int((np.arange(now.start, now.stop) + self.ahead[:, now]).max()) + 1
+        return slice(first, int(self.num_rows.max()) - self.width + end)
 
     def seen_by_all(self, now: slice) -> int:
         """How many of the first rows all of some queries see; 0 if that needs a mask to know."""
@@ -125,7 +131,10 @@ class Visible:
         queries = torch.arange(now.start, now.stop, device=self.device)[:, None]
         newest = (self._ends - self.width + queries).clamp_(min=0)  # [B, l, 1]
         row = torch.arange(rows.start, rows.stop, device=self.device)
-        seen = row <= newest
+        last = newest
+        if self.ahead is not None:
+            last = newest + upload(self.ahead[:, now, None], self.device)
+        seen = row <= last
         if self.reach is not None:
             seen &= row > newest - self.reach
         return seen[:, None]
@@ -138,7 +147,7 @@ class Visible:
     @property
     def _is_causal(self) -> bool:
         """Whether a query sees all rows up to its own."""
-        return self.reach is None and self.also is None
+        return self.reach is None and self.also is None and self.ahead is None
 
 
 @attrs.frozen(eq=False)

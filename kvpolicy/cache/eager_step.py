@@ -37,13 +37,16 @@ class EagerStep:
         slots: Sequence[int],
         lengths: Sequence[int],
         totals: Sequence[int] | None = None,
+        ahead: np.ndarray | None = None,
     ) -> None:
         """Serve slots, with so many new tokens each (at least 1).
 
-        ``totals`` is not needed if no more tokens of their prompts follow.
+        ``totals`` is not needed if no more tokens of their prompts follow; for ``ahead`` see
+        `NewTokens`.
         """
         self.cache = cache
-        self.tokens = tokens = NewTokens(slots, lengths, self._seen(cache, np.asarray(slots)))
+        seen = self._seen(cache, np.asarray(slots))
+        self.tokens = tokens = NewTokens(slots, lengths, seen, ahead)
         self.width, self.position_ids = tokens.width, tokens.position_ids
         self.totals = tokens.seq_len + tokens.lengths if totals is None else np.asarray(totals)
         self.layers: dict[int, OpenRows] = {}

@@ -107,4 +107,5 @@ class OpenExact(OpenRows):
             return torch.cat([far, near], dim=3)[..., seen]
 
         every = np.full_like(tokens.lengths, num_rows + columns.shape[2])
-        return Visible(tokens.lengths, every, tokens.width, device, also=also)
+        sizes = tokens.lengths, every, tokens.width
+        return Visible(*sizes, device, also=also, ahead=tokens.ahead)

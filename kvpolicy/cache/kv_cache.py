@@ -172,9 +172,7 @@ class KVCache:
 
     def num_free_rows(self, slots: Sequence[int]) -> np.ndarray:
         """Tokens that each of these slots can still take in every layer, ``[B]``."""
-        least = np.full(len(slots), PLENTY)
-        for layout in self.layouts:
-            least = np.minimum(least, layout.room(slots).min(axis=0))
+        least: np.ndarray = self.room(slots).min(axis=0, initial=PLENTY)
         return least
 
     def most_new(self, slots: Sequence[int]) -> np.ndarray:
@@ -183,6 +181,13 @@ class KVCache:
         if not self.one_by_one:
             return free
         return np.where(self.seq_len[slot_index(slots)] > 0, np.minimum(free, 1), free)
+
+    def room(self, slots: Sequence[int]) -> np.ndarray:
+        """Tokens that these slots take in each layer before one is due, ``[layers, B]``."""
+        room = np.empty((len(self.layers), len(slots)), dtype=np.int64)
+        for layout in self.layouts:
+            room[layout.own] = layout.room(slots)
+        return room
 
     def full(self, slots: Sequence[int]) -> np.ndarray:
         """Which of these slots cannot take another token, bool ``[layers, B]``."""

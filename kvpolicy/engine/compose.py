@@ -85,7 +85,7 @@ def core_of(
         bound.chunk,
         bound.max_tokens_per_forward,
     )
-    own = [*_logprobs(adapter), *parts.of_policies(), *_embedded(adapter)]
+    own = [*_logprobs(adapter), *parts.of_policies(), *_embedded(bound)]
     own += _copies(bound, registers, prefixes)
     extensions = Extensions([*own, *(make() for make in bound.extensions)])
     evictor = Evictor(
@@ -238,10 +238,11 @@ def _logprobs(adapter: ModelAdapter) -> abc.Iterator[Extension]:
         yield _feature("logprobs", "Logprobs", "requests")(adapter.vocab_size)
 
 
-def _embedded(adapter: ModelAdapter) -> abc.Iterator[Extension]:
+def _embedded(bound: BoundPlan) -> abc.Iterator[Extension]:
     """What gives the decoder the embeddings of prompts with images."""
-    if adapter.embedder is not None:
-        yield _feature("embedded", "Embedded", "prompts with images")()
+    if bound.adapter.embedder is not None:
+        make = _feature("embedded", "Embedded", "prompts with images")
+        yield make(min(bound.chunk, bound.max_tokens_per_forward))
 
 
 def _copies(bound: BoundPlan, registers: RegisterFile, prefixes: Any) -> abc.Iterator[Extension]:

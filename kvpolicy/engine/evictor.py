@@ -138,6 +138,9 @@ class Evictor:
         for seq, seen in zip(sequences, seq_len, strict=True):
             seq.looked_at = seen
         due = cache.full(slots)  # [layers, sequences]
+        needed = [self._extensions.room_needed(seq) for seq in new]
+        if max(needed, default=1) > 1:
+            due |= cache.room(slots) < needed
         if self._asked_due and new:
             self._ask_due(due, new, slots)
         if not due.any():

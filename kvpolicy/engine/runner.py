@@ -15,6 +15,7 @@ from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.step import Drawn, Output, Step
 from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.embedded import columns_ahead
 from kvpolicy.model.forward_input import ForwardInput, under_way
 from kvpolicy.model.graphs import GraphRunner
 from kvpolicy.model.recorded import RecordedSteps
@@ -136,7 +137,8 @@ class Runner:
             self._newest = None  # a step keeps its sequences, and these what policies remember
 
     def _run_eagerly(self, step: Step) -> Output:
-        layout = EagerStep(self._cache, step.slots, step.lengths, step.totals)
+        ahead = None if step.embedded is None else columns_ahead(step.embedded, step.lengths)
+        layout = EagerStep(self._cache, step.slots, step.lengths, step.totals, ahead)
         token_ids = torch.zeros(len(step.tokens), layout.width, dtype=torch.int64)
         for row, tokens in zip(token_ids, step.tokens, strict=True):
             row[layout.width - len(tokens) :] = torch.tensor(tokens)

@@ -11,6 +11,7 @@ Images are whatever is embedded so: frames of videos and sound, too.
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 import attrs
@@ -48,7 +49,7 @@ _IMAGE_ID = re.compile(r"^(image|video|audio|speech|media_placeholder)_token_(id
 _PLANES = (3, 4)
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class EmbeddedPrompt:
     """What a decoder is given for the tokens of a prompt, or of a part of it.
 
@@ -61,6 +62,7 @@ class EmbeddedPrompt:
         rope: Positions of the tokens for the rotary embedding, ``[3, n]``; ``None``: those that the
             tokens have in their sequence.
         rope_offset: What is added to the positions of later tokens, as `KVCache.rope_offset`.
+        ahead: How many tokens behind it each token attends to, ``[n]``; ``None``: none does.
     """
 
     start: int
@@ -68,11 +70,36 @@ class EmbeddedPrompt:
     marked: Mapping[str, tuple[str, tuple[Tensor, ...]]]
     rope: Tensor | None = None
     rope_offset: int = 0
+    ahead: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
         """How many tokens it has."""
         return len(self.columns["inputs_embeds"])
+
+    def first_cut(self, seen: int) -> int:
+        """Tokens of the sequence before the next place at which the prompt may be cut.
+
+        No token before it attends to one behind it.
+
+        Args:
+            seen: Tokens of the sequence that are in.
+        """
+        return int(self._cuts[np.searchsorted(self._cuts, seen, side="right")])
+
+    def last_cut(self, most: int) -> int:
+        """Tokens of the sequence before the last such place within so many."""
+        return int(self._cuts[np.searchsorted(self._cuts, most, side="right") - 1])
+
+    @cached_property
+    def _cuts(self) -> np.ndarray:
+        tokens = np.arange(self.num_tokens)
+        if self.ahead is None:
+            cuts = tokens
+        else:  # a token may be the first of a chunk if none before it attends to it
+            reached = np.maximum.accumulate(tokens + self.ahead)
+            cuts = tokens[np.append(True, reached[:-1] < tokens[1:])]
+        return self.start + np.append(cuts, self.num_tokens)
 
     def part(self, first: int, length: int) -> "EmbeddedPrompt":
         """What belongs to some of its tokens.
@@ -94,6 +121,7 @@ class EmbeddedPrompt:
             columns={name: column[tokens] for name, column in self.columns.items()},
             marked=marked,
             rope=None if self.rope is None else self.rope[:, tokens],
+            ahead=None if self.ahead is None else self.ahead[tokens],
         )
 
     def after(self, seen: int, rope_offset: int) -> "EmbeddedPrompt":
@@ -150,7 +178,7 @@ class Embedder:
         embeds = arguments.get("inputs_embeds")
         if not isinstance(embeds, Tensor) or embeds.shape[:2] != is_real.shape:
             self._refuse("embeds them within its decoder")
-        self._check_mask(arguments.get("attention_mask"), is_real)
+        ahead = self._ahead(arguments.get("attention_mask"), is_real)
         columns, marked = self._of_tokens(arguments, is_real.shape)
         planes = self._planes(arguments.get("position_ids"))
         before = {mask: 0 for mask, _ in marked.values()}  # marked tokens of the rows before
@@ -165,7 +193,7 @@ class Embedder:
             kept = {name: one[row, real.to(one.device)] for name, one in columns.items()}
             rope = None if planes is None else planes[:, row, real.to(planes.device)]
             offset = 0 if rope is None else int(rope.max()) + 1 - int(real.sum())
-            prompts.append(EmbeddedPrompt(0, kept, own, rope, offset))
+            prompts.append(EmbeddedPrompt(0, kept, own, rope, offset, ahead[row]))
         return prompts
 
     def _reach(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -225,28 +253,66 @@ class Embedder:
             marked[name] = mask, tuple(value)
         return columns, marked
 
-    def _check_mask(self, mask: Any, is_real: np.ndarray) -> None:
-        """Check that tokens attend to those to which we have them attend."""
-        for one in mask.values() if isinstance(mask, Mapping) else [mask]:
-            # Others hide pads only, and the decoder makes a mask of them.
-            if isinstance(one, Tensor) and one.dim() == 4:
-                self._check_seen(one[:, 0], torch.from_numpy(is_real).to(one.device))
-
-    def _check_seen(self, mask: Tensor, real: Tensor) -> None:
-        """Check a mask ``[B, L, L]``: true, or near 0, where a token is seen."""
-        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        pairs = real[:, :, None] & real[:, None, :]
-        seen = seen & pairs
-        if seen.triu(1).any():
-            self._refuse("has tokens of an image attend to later ones, which is not supported")
+    def _ahead(self, mask: Any, is_real: np.ndarray) -> list[np.ndarray | None]:
+        """How many tokens behind it each token of each row attends to; checks what else it does."""
+        given = list(mask.values()) if isinstance(mask, Mapping) else [mask]
+        # Others hide pads only, and the decoder makes a mask of them.
+        masks = [one[:, 0] for one in given if isinstance(one, Tensor) and one.dim() == 4]
         window = getattr(self._model.config.get_text_config(decoder=True), "sliding_window", None)
-        expected = [pairs.tril(), *([pairs.tril().triu(1 - window)] if window else [])]
-        if not any(torch.equal(seen, one) for one in expected):
-            self._refuse("masks attention to them in a way of its own")
+        ahead: list[np.ndarray | None] = [None] * len(is_real)
+        for row, real in enumerate(is_real):
+            found: list[np.ndarray] = []
+            for one in masks:
+                which = torch.from_numpy(real).to(one.device)
+                seen = one[row % len(one), which][:, which].cpu()
+                if seen.dtype != torch.bool:  # added to the logits
+                    seen = seen > torch.finfo(seen.dtype).min / 2
+                of_mask = _tokens_ahead(seen, window)
+                if of_mask is None or any((of_mask != other).any() for other in found):
+                    self._refuse("masks attention to them in a way of its own")
+                found.append(of_mask)
+            if found and found[0].any():
+                ahead[row] = found[0]
+        return ahead
 
     def _refuse(self, what: str) -> NoReturn:
         msg = f"model {self._name} cannot be run with these images: it {what}"
         raise ModelError(msg)
+
+
+def _tokens_ahead(seen: Tensor, window: int | None) -> np.ndarray | None:
+    """How many tokens behind it each token sees, ``[n]``, and else all before it or a window.
+
+    Args:
+        seen: Which tokens each of them sees, bool ``[n, n]``.
+        window: Tokens of the sliding window of some layers.
+
+    Returns:
+        ``None`` if it sees others than these.
+    """
+    token = torch.arange(len(seen))
+    last = torch.where(seen, token, -1).amax(dim=1).maximum(token)
+    every = token <= last[:, None]
+    near = every & (token > token[:, None] - window) if window else every
+    return (last - token).numpy() if torch.equal(seen, every) or torch.equal(seen, near) else None
+
+
+def columns_ahead(
+    prompts: Sequence[EmbeddedPrompt | None], lengths: Sequence[int]
+) -> np.ndarray | None:
+    """How many tokens behind it the token of each column attends to, ``[B, L]``; see `NewTokens`.
+
+    Args:
+        prompts: The chunk of each sequence, if it has images.
+        lengths: New tokens of each sequence.
+    """
+    if all(one is None or one.ahead is None for one in prompts):
+        return None
+    ahead = np.zeros((len(lengths), max(lengths)), dtype=np.int64)
+    for row, one in zip(ahead, prompts, strict=True):
+        if one is not None and one.ahead is not None:
+            row[len(row) - one.num_tokens :] = one.ahead
+    return ahead
 
 
 def embed_chunks(

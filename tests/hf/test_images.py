@@ -26,8 +26,9 @@ PLANS = {
     name: Plan.uniform(name, budget=8, buffer=4, knobs={name: knobs})
     for name, knobs in KNOBS.items()
 }
-# Of positions in three planes, states beside rows, images in tiles, and plain ones.
+# Tokens of an image that attend to each other, positions in planes, images in tiles, plain ones.
 CLASSES = [
+    "Gemma3ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
@@ -39,6 +40,7 @@ CLASSES = [
 ]
 ROPE_IN_PLANES = "Qwen2_5_VLForConditionalGeneration"
 PLAIN = "LlavaForConditionalGeneration"
+BOTH_WAYS = "Gemma3ForConditionalGeneration"
 
 
 @cache
@@ -261,6 +263,20 @@ def test_images_stay_if_the_plan_says_so(scorer: str) -> None:
     ours = set(range(2, 2 + image.num_tokens))
     assert all(ours <= positions for positions in held[1])
     assert not all(ours <= positions for positions in held[0])
+
+
+def test_an_image_whose_tokens_attend_both_ways_enters_at_once_or_is_refused() -> None:
+    model, (image, _) = seeing(BOTH_WAYS)
+    # Free rows end within the image: room is made for all of it.
+    prompt = image.prompt([5, 9, 40, 3, 3, 8, 11, 30, 7, 4], [7, 11])
+    held = PolicyCache(model, PLANS["streaming"])
+    answers(model, [prompt], [image], held)
+    assert held.report.compactions > 0
+    small = Plan.uniform("streaming", budget=8, buffer=image.num_tokens - 1)
+    with pytest.raises(ModelError, match=f"{image.num_tokens} tokens"):
+        answers(model, [prompt], [image], PolicyCache(model, small))
+    with pytest.raises(ModelError, match=f"{image.num_tokens} tokens"):
+        answers(model, [prompt], [image], PolicyCache(model, FULL, chunk=image.num_tokens - 1))
 
 
 def test_what_is_no_image_of_the_model_is_refused() -> None:

@@ -170,7 +170,7 @@ def where_rows_go(
 
 def _where(tokens: NewTokens, before: np.ndarray, device: torch.device, reach: int | None) -> Where:
     after = before + tokens.lengths
-    visible = Visible(tokens.lengths, after, tokens.width, device, reach)
+    visible = Visible(tokens.lengths, after, tokens.width, device, reach, ahead=tokens.ahead)
     return Where(tokens.rows(before, device), int(after.max()), visible)
 
 

@@ -289,7 +289,14 @@ class OpenRagged(OpenSlabs):
         new_places, _ = places_of(bounds[ones.slots], capacity, new[:, None, None])
         self._new = (ones.slots[:, None], new_places[:, :, 0])
         every = np.full_like(tokens.lengths, most)
-        self.visible = Visible(tokens.lengths, every, tokens.width, device, also=self._with_a_row)
+        self.visible = Visible(
+            tokens.lengths,
+            every,
+            tokens.width,
+            device,
+            also=self._with_a_row,
+            ahead=tokens.ahead,
+        )
         self._note_copy = counts.note_copy
 
     def _with_a_row(self, now: slice, columns: slice) -> Tensor:

@@ -47,14 +47,22 @@ class NewTokens:
         is_real: Which columns are no pads, bool ``[B, L]``.
         has_pads: Whether some column is a pad.
         position_ids: Position of every column's token in its sequence, ``[B, L]``, 0 for pads.
+        ahead: How many of the tokens behind its own each column's token attends to, ``[B, L]``;
+            ``None``: none does.
         beside_bytes: Bytes of the new rows that are held beside the slabs.
     """
 
-    def __init__(self, slots: Sequence[int], lengths: Sequence[int], seq_len: np.ndarray) -> None:
+    def __init__(
+        self,
+        slots: Sequence[int],
+        lengths: Sequence[int],
+        seq_len: np.ndarray,
+        ahead: np.ndarray | None = None,
+    ) -> None:
         """Serve slots, with so many new tokens each (at least 1)."""
         self.slots, self.served = np.asarray(slots), slot_index(slots)
         self.lengths = np.asarray(lengths, dtype=np.int64)
-        self.seq_len = seq_len
+        self.seq_len, self.ahead = seq_len, ahead
         self.width = int(self.lengths.max())
         self.token = np.arange(self.width) - (self.width - self.lengths[:, None])
         self.is_real = self.token >= 0

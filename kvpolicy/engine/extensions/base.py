@@ -2,9 +2,9 @@
 
 In the order of their calls: `attach` once; `admit` for sequences with slots of their own;
 `advance` and `ready` before chunks of prompts are cut, `chunk_limit` for each of them; `before` and
-`after` around a step, and `repeats` between them for decode steps; `before_eviction`, `together`,
-`arguments` and `selected` in an eviction; `finish` at the end of a sequence, and `report` at any
-time.
+`after` around a step, and `repeats` between them for decode steps; `room_needed` before an
+eviction, `before_eviction`, `together`, `arguments` and `selected` in it; `finish` at the end of a
+sequence, and `report` at any time.
 
 What an extension remembers of a sequence on the device is in ``cache.slot_tensors``: it moves and
 ends with its slot. On the host it is in a dictionary by ``seq.id``, until `finish`. Where a
@@ -107,6 +107,10 @@ class Extension:
         """Tokens of the prompt of a sequence that its next chunk has at most."""
         return ANY
 
+    def room_needed(self, seq: Sequence) -> int:
+        """Tokens for which a slot must have room, so that it is due before it is full."""
+        return 1
+
     def forward_limit(self, sequences: abc.Sequence[Sequence]) -> int:
         """Tokens that chunks of these sequences have together at most, pads included."""
         return ANY
@@ -173,6 +177,9 @@ class Extensions:
 
     def __init__(self, extensions: abc.Iterable[Extension] = ()) -> None:
         self.all = list(extensions)
+        self._spacious = [
+            one for one in self.all if type(one).room_needed is not Extension.room_needed
+        ]
         self._dividing = [one for one in self.all if type(one).together is not Extension.together]
 
     def __iter__(self) -> abc.Iterator[Extension]:
@@ -196,6 +203,10 @@ class Extensions:
     def chunk_limit(self, seq: Sequence) -> int:
         """See `Extension.chunk_limit`."""
         return min((one.chunk_limit(seq) for one in self.all), default=ANY)
+
+    def room_needed(self, seq: Sequence) -> int:
+        """See `Extension.room_needed`; the most that one needs."""
+        return max((one.room_needed(seq) for one in self._spacious), default=1)
 
     def forward_limit(self, sequences: abc.Sequence[Sequence]) -> int:
         """See `Extension.forward_limit`."""
