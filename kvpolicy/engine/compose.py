@@ -146,6 +146,15 @@ def snapshots_of(core: Core) -> Any:
     return core.extensions.find(_feature("snapshots", "Snapshots", "snapshots"))
 
 
+def images_of(core: Core) -> Any:
+    """What gives the decoder the embeddings of prompts with images.
+
+    Raises:
+        KVPolicyError: Its file is not there.
+    """
+    return core.extensions.find(_feature("embedded", "Embedded", "prompts with images"))
+
+
 def slabs_of(
     plan: ResolvedPlan,
     longest: int,
@@ -240,7 +249,7 @@ def _logprobs(adapter: ModelAdapter) -> abc.Iterator[Extension]:
 
 def _embedded(bound: BoundPlan) -> abc.Iterator[Extension]:
     """What gives the decoder the embeddings of prompts with images."""
-    if bound.adapter.embedder is not None:
+    if bound.adapter.embedder is not None and is_there(_EXTENSIONS + "embedded"):
         make = _feature("embedded", "Embedded", "prompts with images")
         yield make(min(bound.chunk, bound.max_tokens_per_forward))
 

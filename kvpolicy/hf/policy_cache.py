@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvpolicy.cache.contents import LayerContents
 from kvpolicy.compat import cache_argument, cache_in
 from kvpolicy.engine.bound_plan import DEFAULT_CHUNK, DEFAULT_MAX_TOKENS, BoundPlan
-from kvpolicy.engine.compose import core_of, slabs_of, snapshots_of
+from kvpolicy.engine.compose import core_of, images_of, slabs_of, snapshots_of
 from kvpolicy.engine.core import Core
 from kvpolicy.engine.extensions.base import Extension, Found
 from kvpolicy.engine.requests.encoding import encode
@@ -278,9 +278,11 @@ class PolicyCache(Cache):
         # Slabs and the notes of policies outlive the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
             embedded = self._embedded(given, images, new)
+            if not embedded:
+                self._check_planes(given.get("position_ids"), len(new))
             core = self._core_for(new)
-            if embedded is not None:
-                self._hold_embedded(core, embedded)
+            for seq in self.sequences if embedded else ():
+                images_of(core).hold(seq, embedded[seq.id])
             logits = self._logits(core, new)
         self._columns.add(new, token_ids.shape[1], mask)
         self._is_whole = True
@@ -299,8 +301,8 @@ class PolicyCache(Cache):
 
     def _embedded(
         self, given: Mapping[str, Any], images: Sequence[str], new: list[list[int]]
-    ) -> list[EmbeddedPrompt] | None:
-        """What new tokens of each row have for the decoder; ``None``: they have no image.
+    ) -> list[EmbeddedPrompt]:
+        """What new tokens of each row have for the decoder; empty: they have no image.
 
         What is given for images beside a prompt that has begun before may be of its beginning.
         """
@@ -308,7 +310,7 @@ class PolicyCache(Cache):
         ids = adapter.image_ids
         has_any = not ids or any(not ids.isdisjoint(tokens) for tokens in new)
         if adapter.embedder is None or not images or not (is_first or has_any):
-            return None
+            return []
         token_ids, mask = given["input_ids"], given.get("attention_mask")
         arguments = {name: given[name] for name in images} | {"input_ids": token_ids}
         if mask is not None:
@@ -317,13 +319,20 @@ class PolicyCache(Cache):
             arguments["position_ids"] = given["position_ids"]
         return adapter.embedder(arguments, self._columns.new_is_real)
 
-    def _hold_embedded(self, core: Core, embedded: Sequence[EmbeddedPrompt]) -> None:
-        """Keep what new tokens have for the decoder until they are in."""
-        cache = core.cache
+    def _check_planes(self, positions: Tensor | None, num_rows: int) -> None:
+        """Check that positions in planes, ``[3, B, L]``, are those that tokens get here."""
+        if positions is None or positions.dim() != 3:
+            return
+        is_real = self._columns.new_is_real
+        expected = np.broadcast_to(self._columns.num_tokens, num_rows)[:, None]
+        expected = expected + is_real.cumsum(axis=1) - 1
         for seq in self.sequences:
-            seen, offset = int(cache.seq_len[seq.slot]), int(cache.rope_offset[seq.slot])
-            seq.embedded = embedded[seq.id].after(seen, offset)
-            cache.rope_offset[seq.slot] = seq.embedded.rope_offset
+            assert self.core is not None
+            expected[seq.id] += self.core.cache.rope_offset[seq.slot]
+        given = positions[-3:].cpu().numpy()
+        fits = given.shape[1:] == is_real.shape and (given == expected)[:, is_real].all()
+        if not fits:
+            _refuse("was given positions in planes that are not those behind the images before")
 
     def _core_for(self, new: list[list[int]]) -> Core:
         """A core whose slabs can take the new tokens, and one more."""

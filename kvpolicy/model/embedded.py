@@ -59,8 +59,8 @@ class EmbeddedPrompt:
             ``[n, ...]``: ``inputs_embeds`` and others.
         marked: By the name of an argument, tensors ``[m, ...]`` for those tokens only that a column
             marks: the name of this column, and the tensors.
-        rope: Positions of the tokens for the rotary embedding, ``[3, n]``; ``None``: those that the
-            tokens have in their sequence.
+        rope: Positions of the tokens for the rotary embedding in 3 or 4 planes, ``[3, n]``;
+            ``None``: those that the tokens have in their sequence.
         rope_offset: What is added to the positions of later tokens, as `KVCache.rope_offset`.
         ahead: How many tokens behind it each token attends to, ``[n]``; ``None``: none does.
     """
@@ -180,7 +180,7 @@ class Embedder:
             self._refuse("embeds them within its decoder")
         ahead = self._ahead(arguments.get("attention_mask"), is_real)
         columns, marked = self._of_tokens(arguments, is_real.shape)
-        planes = self._planes(arguments.get("position_ids"))
+        planes = self._planes(arguments.get("position_ids"), is_real)
         before = {mask: 0 for mask, _ in marked.values()}  # marked tokens of the rows before
         prompts = []
         for row, real in enumerate(torch.from_numpy(is_real)):
@@ -192,7 +192,7 @@ class Embedder:
                 before[mask] += int(columns[mask][row].sum())
             kept = {name: one[row, real.to(one.device)] for name, one in columns.items()}
             rope = None if planes is None else planes[:, row, real.to(planes.device)]
-            offset = 0 if rope is None else int(rope.max()) + 1 - int(real.sum())
+            offset = 0 if rope is None else int(rope[-3:].max()) + 1 - int(real.sum())
             prompts.append(EmbeddedPrompt(0, kept, own, rope, offset, ahead[row]))
         return prompts
 
@@ -206,13 +206,15 @@ class Embedder:
             self._refuse(f"does not embed them: {error_summary(error)}")
         self._refuse("does not call its decoder")
 
-    def _planes(self, positions: object) -> Tensor | None:
-        """Positions of the tokens in three planes, ``[3, B, L]``; ``None``: they have one each."""
-        if not isinstance(positions, Tensor) or positions.dim() != 3:
+    def _planes(self, positions: object, is_real: np.ndarray) -> Tensor | None:
+        """Positions of the tokens in planes, ``[3, B, L]``; ``None``: they count the tokens."""
+        if not isinstance(positions, Tensor):
             return None
-        if len(positions) not in _PLANES:
-            self._refuse(f"gives its decoder positions of shape {list(positions.shape)}")
-        return positions[-3:]
+        if positions.dim() == 3 and len(positions) in _PLANES:
+            return positions
+        if positions.dim() != 2 or not _count_tokens(positions, is_real):
+            self._refuse("gives its decoder positions of its own")
+        return None
 
     def _register(self, copies: Copies) -> None:
         """Have a twin stop at its decoder."""
@@ -280,6 +282,12 @@ class Embedder:
         raise ModelError(msg)
 
 
+def _count_tokens(positions: Tensor, is_real: np.ndarray) -> bool:
+    """Whether positions of columns, ``[1 or B, L]``, rise by one with each token."""
+    rows = np.broadcast_to(positions.cpu().numpy(), is_real.shape)
+    return all((np.diff(row[real]) == 1).all() for row, real in zip(rows, is_real, strict=True))
+
+
 def _tokens_ahead(seen: Tensor, window: int | None) -> np.ndarray | None:
     """How many tokens behind it each token sees, ``[n]``, and else all before it or a window.
 
@@ -339,12 +347,13 @@ def embed_chunks(
     for name in {name for _, one in found for name in one.marked}:
         parts = [one.marked[name][1] for _, one in found]
         arguments[name] = [torch.cat(one) for one in zip(*parts, strict=True)]
-    if any(one.rope is not None for _, one in found):
+    planes = [one.rope for _, one in found if one.rope is not None]
+    if planes:
         positions = arguments["position_ids"]
         if positions.dim() == 2:
-            positions = positions.expand(3, *positions.shape)
+            positions = positions.expand(len(planes[0]), *positions.shape)
         arguments["position_ids"] = positions = positions.clone()
         for row, one in found:
             if one.rope is not None:
-                positions[-3:, row, width - one.num_tokens :] = one.rope.to(positions.device)
+                positions[:, row, width - one.num_tokens :] = one.rope.to(positions.device)
     return arguments

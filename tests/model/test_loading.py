@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from folders import save_tiny_model
-from tiny import tiny_model
+from tiny import tiny_model, tiny_tokenizer
+from tiny_images import tiny_seeing_model
 
 from kvpolicy import Engine, Plan
 from kvpolicy.entry_points import EntryPoint
@@ -32,6 +33,21 @@ def test_installed_model_is_loaded_in_its_preferred_precision(
     assert load_model("tiny")[0].dtype == load_skeleton("tiny").dtype == torch.bfloat16
     assert load_model("tiny", dtype="float16")[0].dtype == torch.float16
     assert load_model(folder)[0].dtype == torch.float32
+
+
+def test_a_class_for_images_and_text_is_loaded_and_answers_texts(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    model = tiny_seeing_model("LlavaForConditionalGeneration")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    # transformers has no class for text alone of this configuration.
+    loaded, _ = load_model(tmp_path)
+    assert type(loaded) is type(load_skeleton(tmp_path)) is type(model)
+    ours, theirs = (
+        Engine(one, plan=Plan.uniform("full")).generate([[5, 9, 3]], max_new_tokens=4).results()
+        for one in (loaded, model)
+    )
+    assert ours[0].tokens == theirs[0].tokens
 
 
 def test_installed_model_with_import_error_raises(

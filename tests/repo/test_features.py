@@ -20,7 +20,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 import kvpolicy
 assert kvpolicy.__file__.startswith(copy), kvpolicy.__file__
-from kvpolicy import Engine, KVPolicyError, Lookahead, Plan, PrefixStore, Request, hookimpl
+from kvpolicy import Engine, KVPolicyError, Lookahead, Plan, PolicyCache, PrefixStore, Request
+from kvpolicy import hookimpl
+from kvpolicy.compat import cache_argument
 
 sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
              num_key_value_heads=2, vocab_size=50)
@@ -76,7 +78,20 @@ def hybrid():
     return answered(plan("streaming"), model=Lfm2ForCausalLM(config).eval())
 
 
+def seeing():
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+    parts = dict(vision_config=CLIPVisionConfig(**{k: v for k, v in sizes.items() if "_k" not in k},
+                                                image_size=8, patch_size=4),
+                 text_config=LlamaConfig(**sizes), image_token_index=9)
+    model = LlavaForConditionalGeneration(LlavaConfig(**parts)).eval()
+    prompt, image = torch.tensor([[1, 9, 9, 9, 9, 2]]), torch.zeros(1, 3, 8, 8)
+    for given in ({}, {"pixel_values": image}):
+        cache = cache_argument(PolicyCache(model, plan("streaming")))
+        model.generate(prompt, **given, **cache, max_new_tokens=2, do_sample=False)
+
+
 WITH = {
+    "embedded": seeing,
     "annotate": lambda: answered(plan("streaming", Marks())),
     "observe": lambda: answered(plan("streaming", Observes())),
     "lookahead": lambda: answered(plan("streaming", Lookaheads())),

@@ -27,7 +27,7 @@ import time
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -187,7 +187,7 @@ def _same_tokens(where: str, found: list[list[int]], expected: list[list[int]]) 
 # One process for each class
 
 
-def _in_child(name: str, sender: Connection) -> None:
+def _in_child(walk: Callable[[str], Row], name: str, sender: Connection) -> None:
     """Walk a class and send its row; whatever it changes or breaks ends with this process."""
     warnings.simplefilter("ignore")
     with open(os.devnull, "w") as nowhere:
@@ -196,11 +196,11 @@ def _in_child(name: str, sender: Connection) -> None:
         sender.send(walk(name))
 
 
-def walked(name: str, timeout: int = TIMEOUT_S) -> Row:
+def walked(name: str, timeout: int = TIMEOUT_S, walk: Callable[[str], Row] = walk) -> Row:
     """The row of a class, from a process of its own."""
     began = time.monotonic()
     receiver, sender = get_context("fork").Pipe(duplex=False)
-    child = get_context("fork").Process(target=_in_child, args=(name, sender))
+    child = get_context("fork").Process(target=_in_child, args=(walk, name, sender))
     child.start()
     sender.close()
     row: Row = {"class": name, "type": classes()[name], "verdict": "traceback"}

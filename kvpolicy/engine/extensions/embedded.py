@@ -9,6 +9,7 @@ from kvpolicy.engine.extensions.base import ANY, Extension
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.step import Drawn, Output, Step
 from kvpolicy.errors import ModelError
+from kvpolicy.model.embedded import EmbeddedPrompt
 
 
 class Embedded(Extension):
@@ -17,6 +18,12 @@ class Embedded(Extension):
     def __init__(self, chunk: int) -> None:
         """Take the most prompt tokens of one sequence in one forward."""
         self._chunk = chunk
+
+    def hold(self, seq: Sequence, prompt: EmbeddedPrompt) -> None:
+        """Keep what new tokens of a sequence have for the decoder until they are in."""
+        seen, offset = (int(one[seq.slot]) for one in (self.cache.seq_len, self.cache.rope_offset))
+        seq.embedded = prompt.after(seen, offset)
+        self.cache.rope_offset[seq.slot] = seq.embedded.rope_offset
 
     def room_needed(self, seq: Sequence) -> int:
         """Tokens up to the next place at which the prompt may be cut."""
