@@ -111,8 +111,9 @@ class Copies:
         copied = self._modules[id(original)]
         for name in _HOOKS:
             hooks = vars(original)[name]
-            vars(copied)[name] = hooks.copy()
-            self._watch(hooks)
+            if vars(copied)[name] is hooks:  # else it was asked for before, and has ours already
+                vars(copied)[name] = hooks.copy()
+                self._watch(hooks)
         return copied
 
     def _watch(self, live: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from batches import padded
+from tiny import tiny_tokenizer
 from tiny_images import IMAGE, Image, image_of, of_images, tiny_seeing_model
 from torch import Tensor
 
@@ -21,6 +22,7 @@ KNOBS: dict[str, dict[str, Any]] = {
     "h2o": {"n_recent": 3},
     "snapkv": {"window_size": 3},
     "streaming": {"n_sink": 1},
+    "skipkv": {"delimiters": (3, 7), "tau": 0.5, "window_size": 4},
 }
 PLANS = {
     name: Plan.uniform(name, budget=8, buffer=4, knobs={name: knobs})
@@ -102,10 +104,10 @@ def test_a_row_of_a_batch_equals_the_row_alone_while_rows_leave(name: str, polic
     prompts, given = batch(images)
     plan = PLANS[policy]
     alone = [
-        answers(model, [one], [image], PolicyCache(model, plan))[0]
+        answers(model, [one], [image], PolicyCache(model, plan, tiny_tokenizer()))[0]
         for one, image in zip(prompts, given, strict=True)
     ]
-    together = PolicyCache(model, plan)
+    together = PolicyCache(model, plan, tiny_tokenizer())
     assert answers(model, prompts, given, together) == alone
     assert together.report.rows_evicted > 0
 
