@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import walk_images
 import walk_models
 from walk_models import page_with, walk
 
@@ -51,6 +52,31 @@ def test_an_exception_of_ours_is_a_traceback(monkeypatch: pytest.MonkeyPatch) ->
     row = walk("LlamaForCausalLM")
     assert row["verdict"] == "traceback"
     assert "a defect" in row["why"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [
+        ("LlavaForConditionalGeneration", "equal"),
+        ("PaliGemmaForConditionalGeneration", "refused"),
+        ("Blip2ForConditionalGeneration", "unbuilt"),
+    ],
+)
+def test_a_class_has_its_verdict_with_an_image(name: str, verdict: str) -> None:
+    assert walk_images.walk(name)["verdict"] == verdict
+
+
+@pytest.mark.slow
+def test_another_token_behind_an_image_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = walk_images.answers
+
+    def shifted(model: Any, prompts: Any, images: Any, plan: Any = None) -> list[list[int]]:
+        found = answers(model, prompts, images, plan)
+        return [[token + (plan is not None) for token in tokens] for tokens in found]
+
+    monkeypatch.setattr(walk_images, "answers", shifted)
+    assert walk_images.walk("LlavaForConditionalGeneration")["verdict"] == "WRONG"
 
 
 ROWS = [

@@ -48,6 +48,10 @@ def walk(name: str) -> Row:
         return row | {"why": f"a tiny one is not built: {error_summary(error)}"}
     images = image_of(model), image_of(model, seed=1)
     if None in images:
+        try:
+            PolicyCache(model, Plan.uniform("full"))
+        except KVPolicyError as error:
+            return row | {"verdict": "refused", "why": str(error)}
         return row | {"why": "no tiny image was found for it"}
     first, second = images
     prompts = [first.prompt([5, 9, 40, 3], [7, 11]), [4, 6, 8], second.prompt([3], [8, 9, 21, 7])]
