@@ -1,7 +1,7 @@
 """One test case: how the policy is built, the sizes around it, and the other policies."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -169,6 +169,9 @@ class Setup:
         beneath: Whether `LongKeys` is listed before the policy.
         protected: Whether `ProtectEnds` is listed after the policy.
         prompt: What becomes of the rows of prompts, ``"evict"`` or ``"keep"``; see `Plan`.
+        model: Kind of the model, one of `KINDS`: ``"hybrid"`` has one more layer, the first, which
+            has a state of fixed size and no attention; ``"latent"`` has one KV head, whatever
+            ``kv_heads`` says, and keys that are larger than its values.
         heads: ``"own"``, or ``"shared"``, if the policy declares ``ragged``: `ShareRows` is listed
             before the policy then, so that heads hold different numbers of rows whoever chooses.
         seed: Seed of weights and prompts.
@@ -188,6 +191,7 @@ class Setup:
     beneath: bool = False
     protected: bool = False
     prompt: PromptRows = "evict"
+    model: str = "attention"
     heads: Heads = "own"
     seed: int = 0
 
@@ -205,7 +209,7 @@ class Environment:
     Attributes:
         tokenizer: The engine's tokenizer.
         hidden_size: Size of the hidden state.
-        num_layers: Decoder layers.
+        num_layers: Decoder layers with attention.
         token_ids: Token ids that prompts and answers consist of.
     """
 
@@ -234,6 +238,7 @@ class Environment:
             vocab_size=len(self.tokenizer),
             token_ids=self.token_ids,
             seed=setup.seed,
+            kind=setup.model,
         )
 
     def prompt(self, setup: Setup, number: int, length: int) -> list[int]:
@@ -243,14 +248,14 @@ class Environment:
         return [self.token_ids[i] for i in chosen.tolist()]
 
 
-def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int) -> Plan:
+def plan_of(policy: object, hooks: frozenset[str], setup: Setup, layers: Sequence[int]) -> Plan:
     """The plan of a setup.
 
     Args:
         policy: The policy under test.
         hooks: The hooks that it implements.
         setup: Sizes, and the position of the policy in the plan.
-        num_layers: Decoder layers.
+        layers: Numbers of the layers with attention.
     """
     spec, long_keys = PolicySpec.of(policy), PolicySpec.of(LongKeys())
     if hooks == {"schedule"}:
@@ -260,14 +265,13 @@ def plan_of(policy: object, hooks: frozenset[str], setup: Setup, num_layers: int
     before = [long_keys] if setup.beneath or needs_scores else []
     before += [PolicySpec.of(ShareRows())] if setup.heads == "shared" else []
     after = [PolicySpec.of(ProtectEnds())] if setup.protected else []
-    layers = list(range(num_layers))
     chosen = {"all": layers, "first": layers[:1], "last": layers[-1:]}[setup.where]
     # A plan is refused if the policy is not in the stack of a layer that it steers.
     steered = declared_by(policy, "steers", None) or ()
-    if any(layer >= num_layers for layer in steered):
+    if any(layer > max(layers) for layer in steered):
         msg = (
             f"check_policy was given a policy that steers layer {max(steered)}, and its model has "
-            f"{num_layers}; give num_layers={max(steered) + 1}"
+            f"{max(layers) + 1}; give num_layers={max(steered) + 1}"
         )
         raise KVPolicyError(msg)
     members = tuple(sorted({*chosen, *steered}))

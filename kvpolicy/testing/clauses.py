@@ -1,6 +1,7 @@
 """The clauses of the contract that `check_policy` checks, and its result: an error or a report."""
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -14,6 +15,8 @@ CLAUSES = {
     "sizes": "That holds at small sizes, too: few rows, one token, one head, one slot.",
     "grouped_queries": "That holds when several query heads share a KV head, too.",
     "prompts": 'That holds for `prompt = "keep"`, too: hooks see the rows behind a prompt only.',
+    "hybrid": "That holds in hybrid models, too: a layer without attention has no hooks.",
+    "latent": "That holds for latent attention, too: keys that are larger than values.",
     "precision": "That holds in bfloat16, float16, float32 and float64.",
     "nan": "No score, annotation or change is NaN, also for keys that are zero, equal or large.",
     "read_only": "The tensors that a hook receives are not modified.",
@@ -117,6 +120,8 @@ class Report:
 
     Attributes:
         policy: Its name.
+        refused: Kinds of models, named as their clauses, that refuse the policy, each with the
+            sentence.
         cases: Drawn cases. In each, an engine completes at least one request, and every
             request is generated once more alone.
         elapsed_s: Seconds it took.
@@ -127,6 +132,7 @@ class Report:
     cases: int
     elapsed_s: float
     checked: Counter[str]
+    refused: Mapping[str, str] = attrs.field(factory=dict)
 
     @property
     def clauses(self) -> list[str]:
@@ -137,7 +143,7 @@ class Report:
     def skipped(self) -> dict[str, str]:
         """Clauses that were not checked, and why."""
         return {
-            name: _SKIPPED.get(name, "no such case was drawn; ask for more")
+            name: self.refused.get(name, _SKIPPED.get(name, "no such case was drawn; ask for more"))
             for name in CLAUSES
             if not self.checked[name]
         }

@@ -8,17 +8,22 @@ from typing import Any
 
 import attrs
 
+from kvpolicy.compat import has_states
 from kvpolicy.errors import KVPolicyError, error_text, shown
 from kvpolicy.extras import install_extra
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, least_budget, not_built
 from kvpolicy.testing.clauses import ConformanceError, Example, Report
-from kvpolicy.testing.trial import Arrival, Trial, find_difference
+from kvpolicy.testing.toy_model import KINDS
+from kvpolicy.testing.trial import Arrival, Trial, explain, find_difference, refusal
 from kvpolicy.validators import MAX_SEED, positive_int
 
 #: Cases of one policy.
 PROFILES = {"quick": 100, "ci": 1_000, "thorough": 10_000}
+
+# Of the case in each kind of model: with it, a sequence is cut, and a beginning reused.
+_SEED_OF_KINDS = 2
 
 # Hypothesis remembers all cases of one test: several short tests are faster.
 _CASES_AT_ONCE = 500
@@ -43,7 +48,8 @@ def check_policy(
 
     In a case, requests of drawn lengths arrive in an engine of drawn sizes and are prefilled,
     decoded, compacted, released and cancelled, with the policy alone, under a wrapper, and next
-    to another policy in other layers. Every hook call is checked, and every request is repeated
+    to another policy in other layers, in models with attention in all layers, hybrid ones, and
+    such with latent attention. Every hook call is checked, and every request is repeated
     alone. The model is a small random decoder; prompts and answers consist of a few tokens of the
     tokenizer, including line breaks and think tags.
 
@@ -68,7 +74,7 @@ def check_policy(
         KVPolicyError: If Hypothesis is not installed, or an argument is wrong.
     """
     try:
-        from kvpolicy.testing.state_machine import run_cases
+        from kvpolicy.testing.state_machine import run_cases, undisturbed
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
             raise
@@ -96,13 +102,26 @@ def check_policy(
     checked: Counter[str] = Counter()
     _check_building(policy_factory)
     checked["building"] += 1
+    refused = {} if has_states() else {"hybrid": "hybrid models need transformers 5.17 or newer"}
     for done in range(0, num_cases, _CASES_AT_ONCE):
         num = min(_CASES_AT_ONCE, num_cases - done)
-        run_cases(policy_factory, environment, num_cases=num, seed=seed + done, checked=checked)
+        run_cases(
+            policy_factory,
+            environment,
+            num_cases=num,
+            seed=seed + done,
+            checked=checked,
+            refused=refused,
+        )
         if progress is not None:
             progress(done + num, num_cases)
+    with undisturbed():
+        for kind in KINDS[1:]:
+            if kind not in refused:
+                _check_kind(kind, policy_factory, environment, checked, refused)
     checked["knobs"] += _check_knobs(policy_factory, environment)
-    return Report(policy_factory.name, num_cases, time.perf_counter() - start, checked)
+    elapsed = time.perf_counter() - start
+    return Report(policy_factory.name, num_cases, elapsed, checked, refused)
 
 
 def _check_building(factory: PolicyFactory) -> None:
@@ -116,6 +135,46 @@ def _check_building(factory: PolicyFactory) -> None:
     if first is second:
         expected = "a new policy each time"
         raise not_built(factory, expected, came=f"{shown(first, 80)} twice")
+
+
+def _check_kind(
+    kind: str,
+    factory: PolicyFactory,
+    environment: Environment,
+    checked: Counter[str],
+    refused: dict[str, str],
+) -> None:
+    """Complete a few requests in one kind of model, which few cases may not have drawn.
+
+    Args:
+        kind: The kind, one of `KINDS`.
+        factory: Builds the policy.
+        environment: What is the same in all cases.
+        checked: Counts the checks of each clause.
+        refused: Gets the sentence if the model refuses the policy.
+
+    Raises:
+        ConformanceError: With the requests as an example.
+    """
+    budget = least_budget(factory.build()) + 2
+    sizes: dict[str, Any] = {"budget": budget, "buffer": 2, "slots": 2, "kv_heads": 2}
+    options: dict[str, Any] = {"environment": environment, "checked": checked}
+    trial = None
+    try:
+        trial = Trial(factory, **options, **sizes, head_dim=8, model=kind, seed=_SEED_OF_KINDS)
+        # The last one gets the slot of the one that ends first.
+        for num_prompt, num_new in ((budget + 3, 8), (3, 2), (budget, 8)):
+            trial.arrive(prompt=num_prompt, new=num_new)
+        trial.finish()
+    except ConformanceError as error:
+        if (sentence := refusal(error)) is not None:
+            refused[kind] = sentence
+        elif trial is None:
+            raise not_built(factory, error.expected, error.came, error.clause) from error
+        else:
+            raise explain(trial, error) from error
+    except KVPolicyError as error:
+        refused[kind] = f"refused: {error}"
 
 
 def _check_knobs(factory: PolicyFactory, environment: Environment) -> bool:

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvpolicy.errors import KVPolicyError
 from kvpolicy.testing.cases import (
     DTYPES,
     WHERE,
@@ -27,8 +28,8 @@ from kvpolicy.testing.cases import (
     not_built,
 )
 from kvpolicy.testing.clauses import ConformanceError
-from kvpolicy.testing.toy_model import NUMBERS
-from kvpolicy.testing.trial import Trial, explain
+from kvpolicy.testing.toy_model import KINDS, NUMBERS
+from kvpolicy.testing.trial import Trial, explain, refusal
 
 _MAX_STEPS = 6  # rules in one case
 MAX_SHRINKS = 100  # cases run to make a failing case smaller
@@ -51,6 +52,7 @@ _setups = st.fixed_dictionaries(
         # Where prompts are evicted, prefills are compacted, too.
         "prompt": st.sampled_from(["evict", "evict", "evict", "keep"]),
         "heads": st.sampled_from(["own", "shared"]),
+        "model": st.sampled_from(KINDS[:1] * 2 + KINDS[1:]),
         "seed": st.integers(0, 9999),
     }
 )
@@ -82,6 +84,7 @@ def run_cases(
     num_cases: int,
     seed: int,
     checked: Counter[str],
+    refused: dict[str, str],
 ) -> None:
     """Draw and run cases.
 
@@ -91,6 +94,7 @@ def run_cases(
         num_cases: How many cases.
         seed: Equal seeds draw equal cases.
         checked: Counts the checks of each clause.
+        refused: Kinds of models that refuse the policy, with the sentence; others are added.
 
     Raises:
         ConformanceError: With a minimal example.
@@ -105,7 +109,7 @@ def run_cases(
         """One case: requests arrive in an engine, are decoded, and cancelled."""
 
         trial: Trial
-        _has_failed = False
+        _has_ended = False
 
         @initialize(more=_few, setup=_setups, prompt=_prompts, new=_new)
         def begin(
@@ -120,7 +124,7 @@ def run_cases(
             shares = factory.is_ragged and setup["prompt"] == "evict"
             setup = setup if shares else setup | {"heads": "own"}
             try:
-                self.trial = Trial(factory, budget=least + more, **setup, **options)
+                self.trial = self._trial(more, setup)
             except ConformanceError as error:  # there is no trial to show
                 broken = not_built(factory, error.expected, error.came, error.clause)
                 not_begun.append(broken)
@@ -150,14 +154,31 @@ def run_cases(
                 self.arrive(prompt, new)  # a later request, which must not be affected
 
         def teardown(self) -> None:
-            if not self._has_failed and hasattr(self, "trial"):
+            if hasattr(self, "trial"):
                 self._run("finish")
 
+        def _trial(self, more: int, setup: dict[str, Any]) -> Trial:
+            kind, sizes = setup["model"], {"budget": least + more, **setup}
+            if kind != "attention" and kind not in refused:
+                try:
+                    return Trial(factory, **sizes, **options)
+                except ConformanceError:
+                    raise
+                except KVPolicyError as error:
+                    refused[kind] = f"refused: {error}"
+            return Trial(factory, **sizes | {"model": "attention"}, **options)
+
         def _run(self, action: str, **arguments: int) -> None:
+            if self._has_ended:
+                return
             try:
                 getattr(self.trial, action)(**arguments)
             except ConformanceError as error:
-                self._has_failed = True
+                self._has_ended = True
+                kind, sentence = self.trial.setup.model, refusal(error)
+                if kind != "attention" and sentence is not None:
+                    refused[kind] = sentence
+                    return
                 failures.append((self.trial, error))
                 raise _broken(error.clause) from error
 
@@ -172,7 +193,7 @@ def run_cases(
         suppress_health_check=list(hypothesis.HealthCheck),
         verbosity=hypothesis.Verbosity.quiet,
     )
-    with torch.random.fork_rng(devices=[]), _one_thread(), _short_collections():
+    with undisturbed():
         try:
             try:
                 run_state_machine_as_test(hypothesis.seed(seed)(Case), settings=settings)
@@ -198,6 +219,13 @@ def _shortest(failures: list[tuple[Trial, ConformanceError]]) -> tuple[Trial, Co
     clause = failures[0][1].clause
     same_clause = [failure for failure in reversed(failures) if failure[1].clause == clause]
     return min(same_clause, key=lambda failure: len(failure[0].source()))
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run trials: quickly, and without a trace in torch's random state."""
+    with torch.random.fork_rng(devices=[]), _one_thread(), _short_collections():
+        yield
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvpolicy.cache.eager_step import EagerStep
-from kvpolicy.cache.shape import LayerShape, Rotate
+from kvpolicy.cache.shape import LayerShape, Rotate, StateShape
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
 from kvpolicy.model.adapter import ModelAdapter
@@ -31,15 +31,22 @@ from kvpolicy.state import LayerWeights
 #: Kinds of keys: of all lengths; equal for equal tokens; often zero; nearly equal; large.
 NUMBERS = ("plain", "equal", "zeros", "alike", "large")
 
+#: Kinds of models: attention in every layer; a state of fixed size instead in one of them; and
+#: rows of one head for all query heads, whose values are a part of the keys.
+KINDS = ("attention", "hybrid", "latent")
+
 _MAX_POSITIONS = 1024
 _NUM_TOKENS = 24
+_ROTATED = 2  # numbers of a latent's key beyond the latent
+_DECAY = 0.6  # of a state with each token
 
 
 class ToyModel(ModelAdapter):
     """A random decoder that is cheap to run; equal arguments give equal weights.
 
-    Its first ``num_layers`` layers hold rows. Behind them, with ``num_readers`` above 1, come as
-    many that attend to the rows of these, and so on, until each has as many readers.
+    ``num_layers`` layers hold rows. Before them, a hybrid has a layer with a state of fixed size.
+    Behind them, with ``num_readers`` above 1, come as many that attend to the rows of these, and so
+    on, until each has as many readers.
     """
 
     vocab_size: int = 0
@@ -58,30 +65,41 @@ class ToyModel(ModelAdapter):
         vocab_size: int,
         token_ids: tuple[int, ...],
         seed: int,
+        kind: str = "attention",
     ) -> None:
-        self._sources = list(range(num_layers)) * num_readers
+        layers: list[int | None] = [None] * (kind == "hybrid")  # the first one, then
+        layers += range(len(layers), len(layers) + num_layers)
+        self._sources = layers + layers[-num_layers:] * (num_readers - 1)
         self.num_layers, self.hidden_size = len(self._sources), hidden_size
-        self._num_readers = num_readers
+        self._num_readers, self.kind = num_readers, kind
         self.vocab_size, self.max_positions = vocab_size, _MAX_POSITIONS
         self.stop_ids = ()
         self._annotated: frozenset[int] = frozenset()
         self._device = torch.device("cpu")
         self.model = SimpleNamespace(device=self._device, dtype=dtype)  # type: ignore[assignment]
-        self._shape = LayerShape(kv_heads * group, kv_heads, head_dim, dtype, self._device)
+        value_dim = head_dim
+        if kind == "latent":
+            kv_heads, head_dim = 1, head_dim + _ROTATED
+        num_heads = kv_heads * group
+        self._shape = LayerShape(
+            num_heads, kv_heads, head_dim, dtype, self._device, value_dim=value_dim
+        )
         self._active_ids = torch.tensor(token_ids)
         rng = torch.Generator().manual_seed(seed)
         normal = partial(torch.randn, generator=rng, dtype=torch.float64)
         self._embedding = normal(vocab_size, hidden_size)
         self._positions = normal(_MAX_POSITIONS, hidden_size) * 0.7
         width = 1 / hidden_size**0.5
-        # Queries, keys and values, side by side.
-        self._num_heads = (kv_heads * group, kv_heads, kv_heads)
-        self._in = [
-            normal(hidden_size, sum(self._num_heads) * head_dim) * width * 2 for _ in self._sources
+        # Queries, keys and values, side by side; a latent is the value and a part of the key.
+        self._num_heads = (num_heads, kv_heads, 0 if kind == "latent" else kv_heads)
+        sizes = [
+            (hidden_size, hidden_size)
+            if source is None
+            else (sum(self._num_heads) * head_dim, num_heads * value_dim)
+            for source in self._sources
         ]
-        self._out = [
-            normal(kv_heads * group * head_dim, hidden_size) * width for _ in self._sources
-        ]
+        self._in = [normal(hidden_size, size) * width * 2 for size, _ in sizes]
+        self._out = [normal(size, hidden_size) * width for _, size in sizes]
         self._unembedding = normal(hidden_size, len(token_ids))
         self._shape_keys(numbers)
         self._cast(dtype)
@@ -96,8 +114,8 @@ class ToyModel(ModelAdapter):
             self._embedding.mul_(0.2).add_(1)
         if numbers == "large":
             first, num = self._num_heads[0] * self._shape.head_dim, self._shape.head_dim
-            for weight in self._in:
-                weight[:, first : first + self._num_heads[1] * num] *= 100
+            for layer_idx in self.attention_layers:
+                self._in[layer_idx][:, first : first + self._num_heads[1] * num] *= 100
 
     def _cast(self, dtype: torch.dtype) -> None:
         self._embedding, self._positions = (
@@ -109,29 +127,44 @@ class ToyModel(ModelAdapter):
         self._unembedding = self._unembedding.to(dtype)
 
     def layer_shapes(self) -> list[LayerShape]:
-        """Equal shapes in every layer that holds rows."""
+        """Shapes of what each layer holds, alike in all that hold rows."""
         own, num = self._shape, self._num_readers
         with_rows = attrs.evolve(own, num_heads=own.num_heads * num, num_readers=num)
-        of_reader = partial(LayerShape, 0, 0, 0, own.dtype, own.device)
-        num_own = self.num_layers // num
-        return [
-            with_rows if reader == 0 else of_reader(source=index, reader=reader)
-            for reader in range(num)
-            for index in range(num_own)
-        ]
+        none = partial(LayerShape, 0, 0, 0, own.dtype, own.device)
+        state = StateShape("recurrent.0", (self.hidden_size,), own.dtype)
+        shapes = []
+        for index, source in enumerate(self._sources):
+            if source is None:
+                shapes.append(none(states=(state,)))
+            elif source == index:
+                shapes.append(with_rows)
+            else:
+                reader = self._sources[:index].count(source)
+                shapes.append(none(source=source, reader=reader))
+        return shapes
 
     def fingerprint(self) -> str:
         """The same for all: a store of a trial serves one model."""
         return type(self).__name__
 
     def rotation(self) -> Rotate:
-        """Plain RoPE; the model itself does not rotate keys."""
-        return rotate_halves
+        """Plain RoPE; the model itself does not rotate keys. Those of latents cannot be moved."""
+        return _refuse_to_rotate if self.kind == "latent" else rotate_halves
 
     def layer_weights(self, layers: Sequence[int]) -> Iterator[LayerWeights]:
-        """The projections of some layers."""
+        """The projections of some layers.
+
+        Raises:
+            ModelError: If they are not all that reads the rows, as in `ModelAdapter`.
+        """
         if self._num_readers > 1:
             msg = "weights of layers whose rows several layers attend to are not given to policies"
+            raise ModelError(msg)
+        if self.kind == "latent":
+            msg = (
+                "weights of a model with latent attention cannot be given to policies that "
+                "implement bind()"
+            )
             raise ModelError(msg)
         dim = self._shape.head_dim
         for layer_idx in layers:
@@ -154,6 +187,8 @@ class ToyModel(ModelAdapter):
     @property
     def eager_reason(self) -> str | None:
         """Why decode steps are eager, as of `ModelAdapter`."""
+        if None in self._sources:
+            return "its layers have states of fixed size"
         return "its layers attend to keys and values of others" if self._num_readers > 1 else None
 
     weights = PackedWeights(0, 0, 0, 0)
@@ -175,8 +210,14 @@ class ToyModel(ModelAdapter):
             if given.steer is not None:
                 change = given.steer(layer_idx, states[:, -1])
                 states = states if change is None else states + change[:, None]
+            if self._sources[layer_idx] is None:
+                assert isinstance(step, EagerStep), "see `eager_reason`"
+                states = states + _recurrence(step.states[layer_idx], states @ into) @ out
+                continue
             heads = (states @ into).unflatten(2, (-1, self._shape.head_dim)).transpose(1, 2)
             queries, keys, values = heads.split(self._num_heads, dim=1)
+            if self.kind == "latent":
+                values = keys[..., : self._shape.value_dim]
             scaling = self._shape.head_dim**-0.5
             if layer_idx in self._annotated and given.annotating is not None:
                 given.attention_input = states
@@ -201,6 +242,27 @@ class ToyModel(ModelAdapter):
         if isinstance(step, StaticStep) and given.draws:
             step.finish(logits, wanted)
         return logits, wanted
+
+
+def _recurrence(opened: Any, inputs: Tensor) -> Tensor:
+    """What a state gives for each token, ``[B, L, M]``, token by token, so alike in all chunks."""
+    state = opened.recurrent_states.get(0)
+    state = torch.zeros_like(inputs[:, 0]) if state is None else state
+    states = []
+    for column in inputs.unbind(1):
+        state = _DECAY * state + column
+        states.append(state)
+    opened.update_recurrent_state(state)
+    return torch.stack(states, dim=1).tanh()
+
+
+def _refuse_to_rotate(layer_idx: int, keys: Tensor, by: Tensor) -> Tensor:
+    del layer_idx, keys, by
+    msg = (
+        "keys of a model with latent attention cannot be moved to other positions; leave the "
+        "policy that moves them out of the plan"
+    )
+    raise ModelError(msg)
 
 
 @lru_cache(maxsize=1)

@@ -18,7 +18,13 @@ from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
-from kvpolicy.errors import HookError, HookResultError, KVPolicyError, SnapshotError
+from kvpolicy.errors import (
+    HookError,
+    HookResultError,
+    KVPolicyError,
+    ModelError,
+    SnapshotError,
+)
 from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, plan_of
 from kvpolicy.testing.clauses import ConformanceError, Example
 from kvpolicy.testing.monitor import CompactedRows, Monitor
@@ -140,6 +146,11 @@ class Trial:
     def block_tokens(self) -> int:
         """Tokens of the blocks by which prompts share their beginnings."""
         return 1 + self.setup.seed % _MOST_BLOCK_TOKENS
+
+    @property
+    def _replaces_rows(self) -> bool:
+        """Whether a policy may store other keys and values than those of the model."""
+        return any(stack.implements("evict") for stack in self._engine.stacks)
 
     @property
     def unanswered(self) -> list[int]:
@@ -303,7 +314,8 @@ class Trial:
             expected = "a new policy each time"
             raise ConformanceError(clause="building", expected=expected, came=str(error)) from error
         monitor = Monitor(policy, self.factory.hooks, checked)
-        plan = plan_of(monitor.policy, self.factory.hooks, setup, self.environment.num_layers)
+        layers = self._model.attention_layers
+        plan = plan_of(monitor.policy, self.factory.hooks, setup, layers)
         tokenizer = self.environment.tokenizer
         try:
             engine = Engine(
@@ -389,6 +401,8 @@ class Trial:
         for result in self._run.step().results:
             self._collect(result)
         _check_cache(self._run.cache)
+        if self.setup.model == "latent" and not self._replaces_rows:
+            _check_latents(self._run.cache)
         if self._monitor.chooses:
             self.checked.update(["budget", "order"])
         if self._run.done:
@@ -424,6 +438,7 @@ class Trial:
             "sizes": is_small,
             "grouped_queries": setup.group > 1 or setup.readers > 1,
             "prompts": setup.prompt == "keep",
+            setup.model: setup.model != "attention",
             "precision": setup.dtype != "float32",
         }
         return [clause for clause, holds in found.items() if holds]
@@ -499,11 +514,29 @@ def _check_cache(cache: KVCache) -> None:
                 raise ConformanceError(clause="order", expected=expected, came=came)
 
 
+def _check_latents(cache: KVCache) -> None:
+    """Check that values of rows are the part of their keys that the model has made them of."""
+    for layer in cache.layers_with_rows:
+        for slot in range(cache.num_slots):
+            keys = layer.held(slot, layer.arena.keys)
+            values = layer.held(slot, layer.arena.values)
+            parts = [rows[:, : layer.shape.value_dim] for rows in keys]
+            if not all(map(torch.equal, values, parts)):
+                expected = f"values that are a part of their keys in layer {layer.index}"
+                raise ConformanceError("latent", expected, came="others")  # noqa: EM101
+
+
 def _is_ordered(positions: Tensor) -> bool:
     return bool((positions.diff() > 0).all() and (positions >= 0).all())
 
 
 # The clause of a failed trial
+
+
+def refusal(error: ConformanceError) -> str | None:
+    """The sentence in which a model refuses what a hook wants; ``None``: it is another error."""
+    cause = error.__cause__
+    return f"refused: {cause}" if isinstance(cause, ModelError) else None
 
 
 def explain(trial: Trial, error: ConformanceError) -> ConformanceError:
@@ -515,17 +548,19 @@ def explain(trial: Trial, error: ConformanceError) -> ConformanceError:
 
 def classify(trial: Trial, error: ConformanceError) -> str:
     """The clause that a failed trial breaks, found by repeating it with other settings."""
+    setup = trial.setup
+    in_hook = error.clause in ("answers", "nan")
+    if in_hook and setup.dtype != "float32" and trial.repeat(dtype="float32") is None:
+        return "precision"
+    is_grouped = max(setup.group, setup.readers) > 1
+    if in_hook and is_grouped and trial.repeat(group=1, readers=1) is None:
+        return "grouped_queries"
+    if in_hook and setup.prompt == "keep" and trial.repeat(prompt="evict") is None:
+        return "prompts"
+    if setup.model != "attention" and _passes_with_attention(trial):
+        return setup.model
     if isinstance(error, BatchDependenceError):
         return _classify_dependence(trial, error)
-    setup = trial.setup
-    if error.clause not in ("answers", "nan"):
-        return error.clause
-    if setup.dtype != "float32" and trial.repeat(dtype="float32") is None:
-        return "precision"
-    if max(setup.group, setup.readers) > 1 and trial.repeat(group=1, readers=1) is None:
-        return "grouped_queries"
-    if setup.prompt == "keep" and trial.repeat(prompt="evict") is None:
-        return "prompts"
     larger = {
         "budget": setup.budget + 8,
         "buffer": setup.buffer + 4,
@@ -536,6 +571,16 @@ def classify(trial: Trial, error: ConformanceError) -> str:
     if error.clause == "answers" and trial.repeat(_with_long_pairs, **larger) is None:
         return "sizes"
     return error.clause
+
+
+def _passes_with_attention(trial: Trial) -> bool:
+    """Whether a trial passes if all layers of the model have attention, with several seeds.
+
+    Rows that stay depend on the model, and a defect of any may show with few of them. These seeds
+    cut and reuse the same sequences as that of the trial.
+    """
+    seeds = range(trial.setup.seed, trial.setup.seed + 4 * _LEAKS_EVERY, _LEAKS_EVERY)
+    return all(trial.repeat(model="attention", seed=seed) is None for seed in seeds)
 
 
 def _classify_dependence(trial: Trial, error: BatchDependenceError) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpolicy import Lookahead, hookimpl
 from kvpolicy.cache.rows import LayerRows, Tracks
+from kvpolicy.compat import has_states
 from kvpolicy.hooks.defaults import top_rows
 from kvpolicy.state import LayerWeights, Memory
 
@@ -47,6 +48,24 @@ class Answers:
     @hookimpl
     def score(self, keys: Tensor) -> Tensor:
         return key_lengths(keys).mean(dim=1)
+
+
+@attrs.define(eq=False)
+class ListsLayers:
+    """Has a weight for each layer with attention, and takes it by the number of the layer."""
+
+    @hookimpl
+    def score(self, layer_idx: int, keys: Tensor) -> Tensor:
+        return key_lengths(keys) * (1.0, 0.5)[layer_idx]
+
+
+@attrs.define(eq=False)
+class ValuesLikeKeys:
+    """Multiplies keys and values, whose sizes may differ."""
+
+    @hookimpl
+    def score(self, keys: Tensor, values: Tensor) -> Tensor:
+        return (keys * values).float().sum(dim=-1)
 
 
 @attrs.define(eq=False)
@@ -339,7 +358,7 @@ class KeepsMemories:
 
 @attrs.define(eq=False)
 class Cancellation:
-    """Clears its state only when a sequence has all its tokens.
+    """Clears its state only when a sequence is about to get its last token.
 
     `schedule` gives the expected number; a cancelled request has fewer.
     """
@@ -351,8 +370,10 @@ class Cancellation:
         del num_free
         if num_active:
             return []
-        self._open = [waiting[0].prompt_len + waiting[0].max_new_tokens - 1, *self._open]
-        return [[waiting[0].id]]
+        first = waiting[0]
+        if first.max_new_tokens > 1:  # else `due` is asked for the last time before the prompt ends
+            self._open = [first.prompt_len + first.max_new_tokens - 2, *self._open]
+        return [[first.id]]
 
     @hookimpl
     def due(self, num_rows: Tensor, seq_len: Tensor) -> Tensor:
@@ -399,10 +420,11 @@ class RunningBatch:
 
 @attrs.define(eq=False)
 class Neighbours:
-    """Subtracts the mean over the batch."""
+    """Subtracts the mean over the batch, whose entries are of one layer: it asks for its number."""
 
     @hookimpl
-    def score(self, keys: Tensor) -> Tensor:
+    def score(self, layer_idx: int, keys: Tensor) -> Tensor:
+        del layer_idx
         return (keys.float() - keys.float().mean(dim=0)).norm(dim=-1) + key_lengths(keys)
 
 
@@ -532,6 +554,8 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "sizes": [Sizes],
         "grouped_queries": [GroupedQueries],
         "prompts": [Prompts],
+        "hybrid": [ListsLayers] if has_states() else [],
+        "latent": [ValuesLikeKeys],
         "precision": [Precision],
         "nan": [Nan],
         "read_only": [ReadOnly],

@@ -13,6 +13,10 @@ from broken_policies import BROKEN, Budget, Chunks, Nan, PacksTooLittle
 from torch import Tensor
 
 from kvpolicy import hookimpl
+from kvpolicy.cache.arena import SlabArena
+from kvpolicy.cache.layouts.even import EvenSpan
+from kvpolicy.cache.layouts.span import Kept
+from kvpolicy.compat import has_states
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.testing import CLAUSES, ConformanceError, Trial, check_policy, state_machine
 
@@ -264,6 +268,76 @@ def test_layers_that_are_asked_together_are_compared_with_layers_one_by_one() ->
     assert "tell layers apart" in report.skipped["layers"]
 
 
+def of_keys_only(keep: Callable[..., Kept]) -> Callable[..., Kept]:
+    """A compaction that leaves values of latents where they were."""
+
+    def keeps(self: EvenSpan, arena: SlabArena, *args: Any) -> Kept:
+        before = arena.values.clone()
+        kept = keep(self, arena, *args)
+        if arena.shape.value_dim < arena.shape.head_dim:
+            arena.values.copy_(before)
+        return kept
+
+    return keeps
+
+
+#: Defects of the memory of a kind of models, which no policy has made.
+DEFECTS: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
+    "values stay behind": ("latent", EvenSpan, "keep", of_keys_only(EvenSpan.keep)),
+}
+
+if has_states():
+    from kvpolicy.cache.layouts.states import OpenStates, StateLayer
+
+    def of_other_slots(self: OpenStates) -> None:
+        for name, kind, number in self._places:
+            state = self._of(kind)[number]
+            assert state is not None
+            self.layer.states[name][self.tokens.served] = state.flip(0)
+
+    DEFECTS["states of other slots"] = ("hybrid", OpenStates, "commit", of_other_slots)
+    DEFECTS["no states in snapshots"] = ("hybrid", StateLayer, "fill", lambda *_: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_of_the_memory_of_a_kind_of_models_is_named(
+    defect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, owner, name, function = DEFECTS[defect]
+    monkeypatch.setattr(owner, name, function)
+    error = error_of(Scores, max_examples=1)  # each kind is run once in any case
+    assert error.clause == kind
+    assert error.example is not None
+    assert f"model='{kind}'" in error.example.setup
+
+
+class SteersFirst(Steering):
+    """Steers the first layer, which a plan refuses where that has no attention."""
+
+    steers = (0,)
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        ("rerotate", "latent"),
+        ("expected_attention", "latent"),
+        pytest.param(
+            *(SteersFirst, "hybrid"),
+            marks=pytest.mark.skipif(not has_states(), reason="no hybrid model is drawn"),
+        ),
+    ],
+)
+def test_a_model_that_refuses_a_policy_is_left_out(policy: Any, kind: str) -> None:
+    report = check_policy(policy, max_examples=1)  # each kind is run once in any case
+    assert kind not in report.clauses
+    sentence = report.skipped[kind]
+    assert sentence == report.refused[kind]
+    assert sentence.startswith("refused: ")
+    assert sentence in str(report)
+
+
 @pytest.mark.nightly
 def test_a_correct_policy_passes_and_the_report_counts_its_checks() -> None:
     report = check_policy(Observing, max_examples=30)
@@ -271,7 +345,6 @@ def test_a_correct_policy_passes_and_the_report_counts_its_checks() -> None:
     assert {"tracks", "memory", "budget", "order"} <= set(report.clauses)
     unused = {
         "eviction",
-        "layers",
         "schedule",
         "annotations",
         "in_step",
@@ -279,6 +352,7 @@ def test_a_correct_policy_passes_and_the_report_counts_its_checks() -> None:
         "lookahead",
         "shared",
     }
+    unused |= set() if has_states() else {"hybrid"}
     assert set(report.skipped) == unused
     num_kept = len(CLAUSES) - len(unused)
     assert f"{num_kept} clauses, 30 cases" in str(report)
