@@ -167,8 +167,12 @@ class KVCache:
     @property
     def fixed_bytes(self) -> int:
         """Bytes of a slot that are of all its tokens: states, and exact copies of newest rows."""
-        of_states = sum(layer.shape.state_bytes for layer in self.states.values())
-        return of_states + sum(layer.exact_bytes for layer in self.layers)
+        return self.state_bytes + sum(layer.exact_bytes for layer in self.layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of a slot, whatever its tokens."""
+        return sum(layer.shape.state_bytes for layer in self.states.values())
 
     def num_free_rows(self, slots: Sequence[int]) -> np.ndarray:
         """Tokens that each of these slots can still take in every layer, ``[B]``."""
@@ -241,7 +245,8 @@ class KVCache:
 
     def full_bytes(self, slot: int) -> int:
         """Bytes that a full cache in the model's precision holds for the tokens of a slot."""
-        return int(np.minimum(self.seq_len[slot], self._windows) @ self.plain_row_bytes)
+        of_rows = np.minimum(self.seq_len[slot], self._windows) @ self.plain_row_bytes
+        return int(of_rows) + self.state_bytes
 
     def grow(self, slabs: Sequence[Slab]) -> None:
         """Grow layers to the capacity of their new slab, arena by arena; none ever shrinks."""

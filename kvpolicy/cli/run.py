@@ -250,7 +250,7 @@ def format_result(result: "Result", plan: "ResolvedPlan") -> str:
     return (
         f"{len(result.tokens)} tokens ({result.finish_reason}) after a prompt of "
         f"{result.prompt_len}; {evicted}; at most {result.peak_rows:,} rows in a layer, "
-        f"{format_bytes(result.peak_bytes)} of keys and values in all."
+        f"{format_bytes(result.peak_bytes)} of cache in all."
     )
 
 

@@ -256,7 +256,8 @@ class Evictor:
         """
         rows = np.minimum(self._cache.rows[:, seq.slot], self._cache.capacity)
         seq.peak_rows = max(seq.peak_rows, int(rows.max()))
-        seq.peak_bytes = max(seq.peak_bytes, int(rows @ self._cache.row_bytes))
+        held_bytes = int(rows @ self._cache.row_bytes) + self._cache.state_bytes
+        seq.peak_bytes = max(seq.peak_bytes, held_bytes)
         seq.full_bytes = self._cache.full_bytes(seq.slot)
 
     # What is due

@@ -76,7 +76,7 @@ class CacheReport:
         peak_kv_bytes: Bytes of the cache at its largest, as in `RunReport`.
         compactions: Compactions of one sequence in one layer.
         rows_evicted: Rows evicted, summed over layers and sequences, counted per KV head.
-        held_bytes: Bytes of keys and values that each sequence held at most, summed.
+        held_bytes: Bytes of keys, values and states that each sequence held at most, summed.
         full_bytes: What a full cache holds for the same tokens.
         note: A sentence if no row was evicted although the plan has a budget; else ``None``.
         policy_s: Seconds of policy work.

@@ -65,6 +65,27 @@ def test_prompts_that_begin_alike_equal_themselves_alone(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_of_a_result_are_those_of_rows_and_states(family: str) -> None:
+    model = hybrid_model(family, dtype=torch.float64)
+    num_tokens, by_plan = len(PROMPT) + 11, {}  # the last token has no row
+    for used in (Plan.uniform("full"), plan()):
+        run = Engine(model, plan=used, slots=1).generate([PROMPT], max_new_tokens=12)
+        (result,) = run.results()
+        held = [tensor for layer in run.cache.states.values() for tensor in layer.states.values()]
+        of_states = sum(tensor.nbytes for tensor in held)
+        layers = [layer for layer in run.cache.layers if layer.shape.has_rows]
+        rows = num_tokens if used.budget is None else 10 + 4
+        assert result.peak_rows == rows
+        of_rows = [2 * layer.keys[0, :, 0].nbytes for layer in layers]
+        assert result.peak_bytes == rows * sum(of_rows) + of_states
+        assert result.full_bytes == num_tokens * sum(of_rows) + of_states
+        assert run.report.saved_share == 1 - result.peak_bytes / result.full_bytes
+        by_plan[rows] = of_states
+    assert min(by_plan.values()) > 0
+    assert len(by_plan) == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_conversation_goes_on_where_it_ended(family: str) -> None:
     model = hybrid_model(family, dtype=torch.float64)
     store = PrefixStore(1 << 20, block_tokens=4)

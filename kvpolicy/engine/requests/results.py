@@ -49,9 +49,10 @@ class Result:
         rows_evicted: Evicted rows, summed over layers and counted per KV head.
         peak_rows: Maximum number of rows in any layer, in its slot: without those that lie beside
             the slots while a prompt enters, in memory that all slots share.
-        peak_bytes: Bytes of keys and values in those rows, summed over layers.
-        full_bytes: Bytes of keys and values that a full cache holds for the same tokens: of all
-            rows that some query can still attend to.
+        peak_bytes: Bytes of keys and values in those rows, summed over layers, and of the states of
+            a hybrid model.
+        full_bytes: Bytes that a full cache holds for the same tokens: of keys and values of all
+            rows that some query can still attend to, and of the same states.
         prefill_s: Seconds in forwards of this prompt (shared with its prefill group).
         decode_s: Seconds from the first token to the last, without those of compiling.
         snapshot: The sequence at its end, if the request asks for it and there was no error.

@@ -10,7 +10,7 @@ def saved_share(held_bytes: int, full_bytes: int) -> float:
     """The share of a full cache that was not needed, from 0 to 1.
 
     Args:
-        held_bytes: Bytes of keys and values that were held at most.
+        held_bytes: Bytes of keys, values and states that were held at most.
         full_bytes: Those of a full cache of the same tokens.
     """
     return 1 - held_bytes / full_bytes if full_bytes else 0.0

@@ -46,7 +46,8 @@ class Sequence:
         compactions: Times at which at least one layer was compacted.
         rows_evicted: Rows evicted, summed over layers and counted per KV head.
         peak_rows: The most rows any layer held.
-        peak_bytes: Bytes of keys and values in its rows at most, summed over layers.
+        peak_bytes: Bytes of keys and values in its rows at most, summed over layers, and of its
+            states.
         full_bytes: Those of a full cache of the same tokens, when it was last looked at.
         prefill_s: Seconds in the prefill of its group.
         decode_from: Time of its first token, by `clock`.

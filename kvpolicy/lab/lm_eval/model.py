@@ -62,7 +62,7 @@ class Cost:
         compactions: Times at which at least one layer of a sequence was compacted.
         rows_evicted: Evicted rows, summed over layers and counted per KV head.
         peak_rows: The most rows any layer held for one sequence.
-        peak_bytes: The most bytes of keys and values one sequence held, summed over layers.
+        peak_bytes: The most bytes of keys, values and states one sequence held, summed over layers.
     """
 
     num_sequences: int = 0

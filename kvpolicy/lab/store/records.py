@@ -184,7 +184,7 @@ class Sample:
         compactions: Times at which at least one layer was compacted.
         rows_evicted: Evicted rows, summed over layers and KV heads.
         peak_rows: Most rows held by any layer.
-        peak_bytes: Bytes of keys and values in those rows, summed over layers.
+        peak_bytes: Bytes of keys and values in those rows and of states, summed over layers.
         prefill_s: Seconds in forwards of this prompt, shared with prompts prefilled together.
         decode_s: Seconds from the first generated token to the last.
         facets: Properties of the item to group by, such as its difficulty.
