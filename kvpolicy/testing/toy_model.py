@@ -72,6 +72,7 @@ class ToyModel(ModelAdapter):
         self._sources = layers + layers[-num_layers:] * (num_readers - 1)
         self.num_layers, self.hidden_size = len(self._sources), hidden_size
         self._num_readers, self.kind = num_readers, kind
+        self.embedder, self.image_ids = None, frozenset()
         self.vocab_size, self.max_positions = vocab_size, _MAX_POSITIONS
         self.stop_ids = ()
         self._annotated: frozenset[int] = frozenset()
