@@ -10,7 +10,7 @@ from hybrids import FAMILIES_WITH_STATES, QUICK, hybrid_model
 from tiny import greedy_tokens
 from torch import Tensor
 
-from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy import Engine, Lookahead, Plan, hookimpl
 from kvpolicy.compat import has_states
 from kvpolicy.engine.memory.footprint import footprint, slots_within
 from kvpolicy.errors import ModelError, PlanError
@@ -173,3 +173,62 @@ def test_hybrids_that_cannot_be_run_are_refused(
 ) -> None:
     with pytest.raises(ModelError, match=problem):
         Engine(model_of(kind, **changes), plan=Plan.full_cache())
+
+
+class FirstQueries:
+    """Notes the queries of its first compaction in each layer, and keeps the newest rows."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, Tensor] = {}
+
+
+class LooksAhead(FirstQueries):
+    lookahead_size = 3
+
+    def __init__(self, *, follow: tuple[int, ...] | None = None) -> None:
+        super().__init__()
+        self.follow = follow
+
+    @hookimpl
+    def lookahead(self) -> Lookahead:
+        return Lookahead(self.follow) if self.follow else Lookahead(num_greedy=3)
+
+    @hookimpl
+    def score(self, layer_idx: int, lookahead_queries: Tensor, positions: Tensor) -> Tensor:
+        self.seen.setdefault(layer_idx, lookahead_queries.clone())
+        return positions.double()
+
+
+class LooksBack(FirstQueries):
+    window_size = 3
+
+    @hookimpl
+    def score(self, layer_idx: int, queries: Tensor, positions: Tensor) -> Tensor:
+        self.seen.setdefault(layer_idx, queries.clone())
+        return positions.double()
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["lfm2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_next", "jamba"))],
+)
+@pytest.mark.parametrize("is_greedy", [True, False])
+def test_a_lookahead_has_the_queries_of_the_tokens_that_follow(
+    family: str, is_greedy: bool
+) -> None:
+    """Those that the same tokens have once they are decoded, and it changes no token."""
+    model, prompt = hybrid_model(family, dtype=torch.float64), PROMPTS[0]
+    expected = greedy_tokens(model, prompt, 12)
+    # The cache is full at 10 rows, so with the first 3 new tokens; the next are looked at.
+    ahead = LooksAhead(follow=None if is_greedy else tuple(expected[3:6]))
+    back = LooksBack()
+    for policy, buffer in ((ahead, 3), (back, 6)):
+        plan = Plan.uniform(policy, budget=7, buffer=buffer)
+        (result,) = Engine(model, plan=plan).generate([prompt], max_new_tokens=12).results()
+        assert list(result.tokens[:4]) == expected[:4]
+        assert result.compactions > 0
+    assert ahead.seen.keys() == back.seen.keys()
+    assert len(ahead.seen) > 0
+    for layer_idx, queries in back.seen.items():
+        # Parts of some models compute in single precision.
+        torch.testing.assert_close(ahead.seen[layer_idx], queries, rtol=1e-4, atol=1e-5)
