@@ -1,11 +1,11 @@
-"""Models for benchmarks: realistic shapes with random weights, as fast as trained models."""
+"""Models for benchmarks: shapes with random weights, as fast as trained models, and real ones."""
 
 import attrs
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from kvpolicy.errors import ModelError, error_summary
-from kvpolicy.model.loading import as_dtype, move
+from kvpolicy.model.loading import as_dtype, load_model, move
 
 
 @attrs.frozen
@@ -102,6 +102,41 @@ def random_model(
     assert model.generation_config is not None, "decoders have a generation config"
     model.generation_config.eos_token_id = None
     return move(model, device)
+
+
+def named_model(
+    name: str, *, positions: int, dtype: str = "float32", device: str = "cpu"
+) -> PreTrainedModel:
+    """Load a real model, whose texts do not end.
+
+    Args:
+        name: What `kvpolicy.load_model` takes.
+        positions: The longest sequence that it is to have.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        device: Device.
+
+    Raises:
+        ModelError: It cannot be loaded, has fewer positions, or keys and values of another form.
+    """
+    model, _ = load_model(name, dtype=dtype, device=device)
+    config = model.config
+    if getattr(config, "num_key_value_heads", None) is None:
+        msg = (
+            f"bench computes with KV heads, of which the configuration of '{name}' says nothing; "
+            "give a model of the Llama or Qwen families"
+        )
+        raise ModelError(msg)
+    if getattr(config, "head_dim", None) is None:  # it is implied
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    if positions > (most := config.max_position_embeddings):
+        msg = (
+            f"model '{name}' has {most:,} positions, and {positions:,} are needed; give smaller "
+            "--lengths, or a --shape"
+        )
+        raise ModelError(msg)
+    assert model.generation_config is not None, "decoders have a generation config"
+    model.generation_config.eos_token_id = None
+    return model
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

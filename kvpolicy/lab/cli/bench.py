@@ -50,7 +50,7 @@ _FIGURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 _GPU_WITHOUT = "generate,generate_batch,kvpress"
 _GPU_SHARE = 0.9  # of the memory that the model leaves free: activations and graphs have the rest
-_GPU_MINUTES, _GPU_MINUTES_WITH_VLLM = 4.0, 10.0
+_GPU_MINUTES, _GPU_MINUTES_WITH_RIVALS = 4.0, 10.0
 _GPU_FOLDER = Path("kvpolicy-bench")
 _CHECKS = "tokens and compactions"
 
@@ -96,6 +96,12 @@ def bench(
     vllm_python: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Run vLLM, too, with the Python of its environment."),
+    ] = None,
+    openvino_python: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="OpenVINO GenAI likewise, on a CPU.")
+    ] = None,
+    llama_cpp_python: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="llama.cpp likewise, on a CPU.")
     ] = None,
     at_accuracy: Annotated[
         float | None,
@@ -169,6 +175,12 @@ def bench(
             metavar="NAME",
             help="Size of the model: tiny, host, 5m, 30m, 100m, 135m, 8b or qwen3-8b. [default: "
             "100m; --memory: 5m; --launches: host; --gpu: qwen3-8b; --quick: tiny]",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="A real model in place of --shape: installed, hub id, or folder."
         ),
     ] = None,
     batch: Annotated[
@@ -260,11 +272,12 @@ def bench(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Measure the engine's speed beside transformers, kvpress and vLLM.
+    """Measure the engine's speed beside transformers, kvpress and other engines.
 
     Decode steps at several lengths, of caches that are filled directly: tokens held are rows in a
     full cache, and a policy holds its budget. The model has random weights, about 100 M parameters
-    by default. All contenders take turns, and speeds are compared within a round.
+    by default, unless --model names one. All contenders take turns, and speeds are compared within
+    a round.
     """
     started = time.monotonic()
     mode = _mode(text=text, max_batch=max_batch, memory=memory, launches=launches, gpu=gpu)
@@ -273,6 +286,9 @@ def bench(
     weight_forms = _weight_forms(cpu_weights)
     if minutes is not None and mode in ("memory", "launches"):
         msg = f"--{mode} has no turns to leave out; leave out --minutes."
+        raise KVPolicyError(msg)
+    if model is not None and shape is not None:
+        msg = "bench was given --model and --shape, which both say what is measured; give one."
         raise KVPolicyError(msg)
     register_plugins(plugin)
     sizes = choose_sizes(
@@ -297,15 +313,17 @@ def bench(
     device = device or ("cuda" if gpu else "cpu")
     dtype = dtype or ("bfloat16" if gpu else "float32")
     if gpu and minutes is None:
-        minutes = _GPU_MINUTES if vllm_python is None else _GPU_MINUTES_WITH_VLLM
+        has_rivals = any([vllm_python, openvino_python, llama_cpp_python])
+        minutes = _GPU_MINUTES_WITH_RIVALS if has_rivals else _GPU_MINUTES
     # Imported here: torch takes a second to import, which --help need not wait for.
     import torch
 
     from kvpolicy.lab.bench.contenders.build import build_contenders
-    from kvpolicy.lab.bench.contenders.contender import VLLM, Contender
+    from kvpolicy.lab.bench.contenders.contender import LLAMA_CPP, OPENVINO, VLLM, Contender
     from kvpolicy.lab.bench.contenders.form import Form
+    from kvpolicy.lab.bench.contenders.rivals.known import KNOWN
     from kvpolicy.lab.bench.diagnostics.checks import check_compactions, check_tokens
-    from kvpolicy.lab.bench.models import random_model, shape_named
+    from kvpolicy.lab.bench.models import named_model, random_model, shape_named
     from kvpolicy.lab.bench.roofline import Machine, ModelSize
     from kvpolicy.lab.bench.rounds.plot import save_bench_plot
     from kvpolicy.lab.bench.rounds.summary import summarize, summarize_prefills
@@ -316,8 +334,9 @@ def bench(
         Starting,
         count_kernels,
         count_launches,
+        room_for,
         run_in_turns,
-        starting_vllm,
+        starting_rivals,
         track_memory,
         workloads_of,
     )
@@ -331,6 +350,7 @@ def bench(
     )
     from kvpolicy.lab.store.session import describe_session
     from kvpolicy.lab.sweep.grid import digest
+    from kvpolicy.model.fingerprint import model_fingerprint
 
     if output is not None:
         make_folder(output)
@@ -344,34 +364,45 @@ def bench(
         _check_meta(mode)
     if threads is not None:
         torch.set_num_threads(threads)
-    model_shape = shape_named(sizes["shape"])
-    # Plans are resolved before the model is built, so that their errors show early.
+    pythons = {VLLM: vllm_python, OPENVINO: openvino_python, LLAMA_CPP: llama_cpp_python}
+    rivals = [(KNOWN[name], python) for name, python in pythons.items() if python is not None]
+    positions = positions_needed(mode, sizes)
+    if model is None:
+        model_shape = shape_named(sizes["shape"])
+        num_layers, described_shape = model_shape.num_layers, attrs.asdict(model_shape)
+        described_shape = {"name": sizes["shape"], **described_shape}
+    else:
+        decoder = named_model(model, positions=positions, dtype=dtype, device=device)
+        num_layers = decoder.config.num_hidden_layers
+        described_shape = {"name": model, "fingerprint": model_fingerprint(decoder)}
+    # Plans are resolved before a model is built, so that their errors show early.
     choices = [] if at_accuracy is None else _choices(sweep, at_accuracy)
     cells = _cells(
         choices,
         sizes,
-        model_shape.num_layers,
+        num_layers,
         preset=preset,
         policies=parse_names("--policies", policies),
         plans=plan or [],
         overrides=overrides or [],
     )
     works = workloads_of(mode, sizes, seed)
-    model = random_model(
-        model_shape, seed, max_positions=positions_needed(mode, sizes), dtype=dtype, device=device
-    )
-    size = ModelSize.of(model)
+    if model is None:
+        decoder = random_model(
+            model_shape, seed, max_positions=positions, dtype=dtype, device=device
+        )
+    size = ModelSize.of(decoder)
     record: dict[str, Any] = {
         "works": [attrs.asdict(work) for work in works],
-        "shape": {"name": sizes["shape"], **attrs.asdict(model_shape)},
+        "shape": described_shape,
         "dtype": dtype,
-        "device": str(model.device),
+        "device": str(decoder.device),
         "session": describe_session(["kvpolicy", *sys.argv[1:]], workers=1),
-        "num_parameters": model.num_parameters(),
+        "num_parameters": decoder.num_parameters(),
         "weight_bytes": size.weight_bytes,
     }
     if mode == "memory":
-        readings, interruption = track_memory(model, cells, sizes, seed)
+        readings, interruption = track_memory(decoder, cells, sizes, seed)
         if readings:
             record["readings"] = [attrs.asdict(reading) for reading in readings]
             _print_results(record, memory_table(readings), output, json=json)
@@ -380,8 +411,8 @@ def bench(
         return
 
     if mode == "launches":
-        launches_of = count_launches(model, cells, works[0])
-        kernels_of = count_kernels(model, cells, works[0])
+        launches_of = count_launches(decoder, cells, works[0])
+        kernels_of = count_kernels(decoder, cells, works[0])
         record["launches"] = [attrs.asdict(one) for one in launches_of]
         record["kernels"] = [attrs.asdict(one) for one in kernels_of]
         tables = [launches_table(launches_of)] if launches_of else []
@@ -389,23 +420,23 @@ def bench(
         _print_results(record, text_of, output, json=json)
         return
 
-    forms = [Form.plain(model)]
+    forms = [Form.plain(decoder)]
     for weight_form in weight_forms:
-        form = Form.packed(model, weight_form.value)
+        form = Form.packed(decoder, weight_form.value)
         tell_packing(form.model, weight_form)
-        forms += [] if form.model is model else [form]
+        forms += [] if form.model is decoder else [form]
     if compile:
-        forms.append(Form.compiled(model))
+        forms.append(Form.compiled(decoder))
     built = build_contenders(forms, cells, without=parse_names("--without", without))
     for reason in built.absent.values():
         info(f"{reason}; it is left out.")
     limit_bytes = sizes["memory_limit"] * 1e9
-    if gpu and memory_limit is None and model.device.type == "cuda":
-        limit_bytes = _GPU_SHARE * torch.cuda.mem_get_info(model.device)[0]
+    if gpu and memory_limit is None and decoder.device.type == "cuda":
+        limit_bytes = _GPU_SHARE * torch.cuda.mem_get_info(decoder.device)[0]
     described = {
         **{name: record[name] for name in ("works", "shape", "dtype", "device")},
         "plans": {cell.series: cell.digest for cell in cells},
-        "contenders": [*(one.name for one in built.all), *([VLLM] if vllm_python else [])],
+        "contenders": [one.name for one in built.all] + [rival.name for rival, _ in rivals],
         "threads": torch.get_num_threads(),
         "versions": record["session"]["versions"],
     }
@@ -414,21 +445,23 @@ def bench(
         info(f"writing to {output}; the same command continues there")
     time_limit = None
     if minutes is not None:
-        time_limit = TimeLimit(started + 60 * minutes, Machine.of(model), size)
+        time_limit = TimeLimit(started + 60 * minutes, Machine.of(decoder), size)
     rules = Rules(sizes["rounds"], size, limit_bytes, time_limit, goes_on=gpu)
     with open_turns(output, described) as turns:
         if turns.turns:
             info(f"{len(turns.turns)} turns of {output} are kept; only what is missing is measured")
         if gpu and _CHECKS not in turns.passed:
             info(f"checking tokens and compactions on {device}")
-            check_tokens(model.device, cells)
-            check_compactions(model.device, repeats=10 if quick else 1000)
+            check_tokens(decoder.device, cells)
+            check_compactions(decoder.device, repeats=10 if quick else 1000)
             turns.add_passed(_CHECKS)
         groups: list[tuple[Sequence[Contender], Starting]] = [(built.all, nullcontext(()))]
-        if vllm_python is not None:
-            vllm = starting_vllm(model, vllm_python, works, limit_bytes, sizes, time_limit)
+        if rivals:
+            room = room_for(works, limit_bytes, sizes, size.row_bytes)
+            names = [form.name for form in forms]
+            others = starting_rivals(rivals, decoder, names, room, time_limit)
             # On a GPU each has the memory for itself.
-            groups = [(built.all, nullcontext(())), ((), vllm)] if gpu else [(built.all, vllm)]
+            groups = [(built.all, nullcontext(())), ((), others)] if gpu else [(built.all, others)]
         outcome = run_in_turns(groups, works, turns, rules)
         found = summarize(turns.turns, outcome.jobs, size)
         prefills = summarize_prefills(turns.turns, outcome.jobs)
@@ -446,7 +479,7 @@ def bench(
             _print_results(record, "\n\n".join(tables), output, json=json)
         if found and plot is not None:
             title = (
-                f"{model.num_parameters() / 1e6:.3g} M parameters, {dtype}, "
+                f"{decoder.num_parameters() / 1e6:.3g} M parameters, {dtype}, "
                 f"batch {sizes['batch']}, budget {sizes['budget']} + {sizes['buffer']}"
             )
             save_bench_plot(found, plot, title=title)
@@ -493,7 +526,7 @@ def _check_options(
 
 
 def _check_forms(mode: str, **given: bool) -> None:
-    """Refuse forms of the model where only the model as it is is measured."""
+    """Refuse forms of the model where only the model as it is is decoder."""
     if mode in ("memory", "launches"):
         for name in (name for name, is_given in given.items() if is_given):
             msg = f"--{mode} measures the model as it is; leave out --{name}."

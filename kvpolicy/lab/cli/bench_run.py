@@ -1,7 +1,7 @@
 """Runs ``kvpolicy bench``: workloads, jobs in turns, diagnostics, and their progress."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ from transformers import PreTrainedModel
 
 from kvpolicy.cli.output import Progress, info
 from kvpolicy.errors import KVPolicyError
-from kvpolicy.lab.bench.contenders.contender import VLLM, Contender, Measurement
-from kvpolicy.lab.bench.contenders.vllm import vllm_contender
+from kvpolicy.lab.bench.contenders.contender import Contender, Measurement
+from kvpolicy.lab.bench.contenders.rivals.rival import Rival, Room
 from kvpolicy.lab.bench.diagnostics.kernels import Kernels, kernels_of
 from kvpolicy.lab.bench.diagnostics.launches import Launches, launches_alone, launches_under
 from kvpolicy.lab.bench.diagnostics.memory import Reading, measure_memory
-from kvpolicy.lab.bench.models import kv_row_bytes
 from kvpolicy.lab.bench.operating_points.largest_batch import LARGEST, largest_batch
 from kvpolicy.lab.bench.roofline import Machine, ModelSize, least_step_s
 from kvpolicy.lab.bench.rounds.summary import complete_rounds
@@ -28,7 +27,7 @@ from kvpolicy.lab.bench.workload import Decode, Prefill, Text, Workload
 from kvpolicy.lab.sweep.grid import Cell
 
 _PROFILED = 8  # steps: the engine takes as many at a time on a GPU
-_VLLM_START_S = 90
+_START_S = 90  # of another engine
 
 # Starts contenders that run until its block ends.
 Starting = AbstractContextManager[Sequence[Contender]]
@@ -63,32 +62,45 @@ def _workloads_of_gpu(
 
 
 @contextmanager
-def starting_vllm(
+def starting_rivals(
+    rivals: Sequence[tuple[Rival, Path]],
     model: PreTrainedModel,
-    python: Path,
-    works: Sequence[Workload],
-    limit_bytes: float,
-    sizes: Mapping[str, Any],
+    forms: Sequence[str],
+    room: Room,
     time_limit: TimeLimit | None,
 ) -> Iterator[Sequence[Contender]]:
-    """Start vLLM with memory for the largest work; it runs until the block ends."""
-    if time_limit is not None and time_limit.left_s < _VLLM_START_S:
-        left = f"{time_limit.left_s:.0f} s are left, and it takes {_VLLM_START_S} to start"
-        info(f"{VLLM} is left out: {left}; give more --minutes.")
-        yield ()
-        return
-    info(f"starting vLLM of {python}")
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()
-    has_own_batch = any(work.name == LARGEST for work in works)
-    longest = model.config.max_position_embeddings
-    rows = max(
-        work.batch * (work.held + 2 * sizes["steps"] + 64 if isinstance(work, Decode) else longest)
-        for work in works
-    )
-    needed = limit_bytes if has_own_batch else rows * kv_row_bytes(model)
-    with vllm_contender(model, python, kv_bytes=round(needed), most_tokens=longest) as contender:
-        yield [contender]
+    """Start other engines, each with its interpreter; they run until the block ends."""
+    found: list[Contender] = []
+    with ExitStack() as stack:
+        for rival, python in rivals:
+            if time_limit is not None and time_limit.left_s < _START_S:
+                left = f"{time_limit.left_s:.0f} s are left, and it takes {_START_S} to start"
+                info(f"{rival.name} is left out: {left}; give more --minutes.")
+                continue
+            info(f"starting {rival.name} of {python}")
+            if model.device.type == "cuda":
+                torch.cuda.empty_cache()
+            found += stack.enter_context(rival.started(model, python, room, forms=forms))
+        yield found
+
+
+def room_for(
+    works: Sequence[Workload], limit_bytes: float, sizes: Mapping[str, Any], row_bytes: float
+) -> Room:
+    """What another engine must have room for: the largest work."""
+
+    def tokens(work: Workload) -> int:
+        if isinstance(work, Decode):
+            return work.held + 2 * sizes["steps"] + 64
+        return work.num_tokens if isinstance(work, Prefill) else work.prompt_max + work.new_tokens
+
+    longest = max(map(tokens, works))
+    batch = max(work.batch for work in works)
+    needed = max(work.batch * tokens(work) for work in works) * row_bytes
+    if any(work.name == LARGEST for work in works):
+        needed = limit_bytes
+        batch = max(batch, int(limit_bytes / (longest * row_bytes)))
+    return Room(round(needed), longest, batch)
 
 
 @attrs.frozen

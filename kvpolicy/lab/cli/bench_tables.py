@@ -11,7 +11,7 @@ from kvpolicy.lab.bench.contenders.contender import (
     GENERATE,
     KVPRESS,
     MODEL_ALONE,
-    VLLM,
+    RIVALS,
 )
 from kvpolicy.lab.bench.diagnostics import kernels
 from kvpolicy.lab.bench.diagnostics.launches import Launches
@@ -33,6 +33,18 @@ def _compiling(one: BenchResult) -> str:
     return f"{one.compile_s:.0f} s" if one.compile_s else ""
 
 
+def _over(rival: str) -> Callable[[BenchResult], str]:
+    """Speed relative to another engine."""
+    return lambda one: _ratio_to(one, rival)
+
+
+def _over_in_rounds(rival: str) -> Callable[[BenchResult], str]:
+    """The same with the least and the most of the rounds."""
+    return lambda one: _ratio(one.ratios.get(rival))
+
+
+_RATIOS = {f"x {rival}": _over(rival) for rival in RIVALS}
+
 # Columns of the table of one work; those without any value are left out.
 _COLUMNS: Mapping[str, Callable[[BenchResult], str]] = {
     "": lambda one: one.name,
@@ -41,7 +53,7 @@ _COLUMNS: Mapping[str, Callable[[BenchResult], str]] = {
     "tok/s": lambda one: f"{one.decode_tok_s:.0f}",
     f"x {GENERATE}": lambda one: _ratio_to(one, GENERATE),
     "range": lambda one: _span(one.ratios.get(GENERATE)),
-    f"x {VLLM}": lambda one: _ratio_to(one, VLLM),
+    **_RATIOS,
     f"x {FULL}": lambda one: _ratio_to(one, FULL),
     "ms/step": lambda one: _ms(one.step_ms),
     "p95": lambda one: _ms(one.step_p95_ms),
@@ -69,7 +81,7 @@ _GPU_COLUMNS: Mapping[str, Callable[[BenchResult], str]] = {
     "over first plan": lambda one: _share(one.policy_cost),
     "tok/s": lambda one: f"{one.decode_tok_s:,.0f}",
     f"x {FULL}": lambda one: _ratio_to(one, FULL),
-    f"x {VLLM}": lambda one: _ratio_to(one, VLLM),
+    **_RATIOS,
     "peak": lambda one: "" if one.device_bytes is None else format_bytes(one.device_bytes),
     "compiling": _compiling,
     "path": lambda one: one.path,
@@ -83,7 +95,10 @@ _BY_WORK: Mapping[str, Callable[[BenchResult], str]] = {
     "speed / generate's: median over rounds, least - most": lambda one: _ratio(
         one.ratios.get(GENERATE)
     ),
-    "speed / vLLM's, which has the full cache": lambda one: _ratio(one.ratios.get(VLLM)),
+    **{
+        f"speed / that of {rival}, which has the full cache": _over_in_rounds(rival)
+        for rival in RIVALS
+    },
     "share of what the model alone allows: its ms / ms": _share_of_alone,
     "share of the machine's limit: least ms for the rows that are read / ms": lambda one: _number(
         one.limit_share, ".0%"

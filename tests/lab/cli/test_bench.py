@@ -72,6 +72,19 @@ def test_the_command_prints_writes_and_continues(kvpolicy: Shell, tmp_path: Path
     assert "--output" in message
 
 
+@pytest.mark.slow
+@pytest.mark.needs_reasoner
+def test_a_real_model_is_measured_in_place_of_a_shape(kvpolicy: Shell) -> None:
+    more = ("--policies", "full,knorm", "--lengths", 20, *FEW, "--rounds", 1, "--json")
+    sizes = ("--batch", 2, "--budget", 8, "--buffer", 4, "--steps", 2)
+    found = kvpolicy("bench", "--model", "reasoner", *sizes, *more)
+    assert found.status == 0, found.err
+    assert found.json["shape"]["name"] == "reasoner"
+    assert found.json["num_parameters"] < 2e6
+    names = [one["name"] for one in found.json["standings"]]
+    assert names == [LIMIT, PRODUCTS_ALONE, MODEL_ALONE, GENERATE, "full", "knorm"]
+
+
 def test_texts_and_memory_have_tables(kvpolicy: Shell, tmp_path: Path) -> None:
     plain = kvpolicy("bench", *OPTIONS, "--text", "--rounds", 1, "--policies", "knorm", *FEW)
     assert plain.status == 0, plain.err
@@ -239,6 +252,9 @@ def test_complete_rounds_count_after_an_interrupt(
         (("--at-accuracy", "0.02", "--sweep", "x", "--policies", "h2o"), ("--policies",)),
         (("--output", "/dev/null/speed"), ("/dev/null/speed", "cannot be written")),
         (("--vllm-python", "no-such-python"), ("no-such-python", "--vllm-python")),
+        (("--openvino-python", "no-such-python"), ("no-such-python", "--openvino-python")),
+        (("--model", "reasoner", "--shape", "tiny"), ("--model and --shape",)),
+        (("--model", "reasoner", "--lengths", "99999"), ("reasoner", "positions", "--lengths")),
     ],
 )
 @pytest.mark.needs_reasoner

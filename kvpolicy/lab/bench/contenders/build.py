@@ -16,7 +16,7 @@ from kvpolicy.lab.bench.contenders.contender import (
     LIMIT,
     MODEL_ALONE,
     PRODUCTS_ALONE,
-    VLLM,
+    RIVALS,
     Contender,
 )
 from kvpolicy.lab.bench.contenders.engine import engine_under, evicts
@@ -28,9 +28,10 @@ from kvpolicy.lab.bench.contenders.kvpress import presses_for
 from kvpolicy.lab.bench.contenders.machine_limit import machine_limit
 from kvpolicy.lab.bench.contenders.model_alone import model_alone
 from kvpolicy.lab.bench.contenders.products_alone import products_alone
+from kvpolicy.lab.bench.contenders.rivals.known import KNOWN
 from kvpolicy.lab.sweep.grid import Cell
 
-# What can be left out, besides vLLM, which is started by who wants it.
+# What can be left out, besides other engines, which are started by who wants them.
 OPTIONAL = (GENERATE, CONTINUOUS, KVPRESS, PRODUCTS_ALONE, MODEL_ALONE, LIMIT)
 
 
@@ -119,7 +120,7 @@ def _references(cell: Cell, cells: Sequence[Cell]) -> dict[str, str]:
 
     The difference to the first plan that keeps as many rows is what a policy costs more than that.
     """
-    references = {name: name for name in (GENERATE, MODEL_ALONE, VLLM, FORWARD)}
+    references = {name: name for name in (GENERATE, MODEL_ALONE, *RIVALS, FORWARD)}
     for other in cells:
         if not evicts(other):
             references.setdefault(FULL, other.series)
@@ -139,9 +140,9 @@ def _named(contender: Contender, form: str) -> Contender:
     """Name a contender, and those that it is compared with, after the form of the model."""
     if not form:
         return contender
-    # vLLM has one form, whose weights are packed on a CPU.
+    # Other engines have forms of their own, and reorder weights in any of them.
     references = {
-        called: name if name == VLLM else f"{name}, {form}"
+        called: KNOWN[name].contender_name(form) if name in KNOWN else f"{name}, {form}"
         for called, name in contender.references.items()
     }
     return attrs.evolve(contender, name=f"{contender.name}, {form}", references=references)

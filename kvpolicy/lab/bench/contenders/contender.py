@@ -14,7 +14,8 @@ PRODUCTS_ALONE = "products alone"
 MODEL_ALONE = "model alone"
 GENERATE = "generate"
 CONTINUOUS = "generate_batch"
-VLLM = "vLLM"
+VLLM, OPENVINO, LLAMA_CPP = "vLLM", "OpenVINO", "llama.cpp"
+RIVALS = (VLLM, OPENVINO, LLAMA_CPP)  # other engines, in processes of their own
 FORWARD = "transformers' forward"
 # What else a contender is compared with, whatever its name is.
 FULL, FIRST_PLAN, KVPRESS = "full cache", "first plan", "kvpress"

@@ -11,7 +11,9 @@ from kvpolicy.lab.bench.contenders.contender import (
     FULL,
     GENERATE,
     LIMIT,
+    LLAMA_CPP,
     MODEL_ALONE,
+    OPENVINO,
     PRODUCTS_ALONE,
     VLLM,
 )
@@ -20,20 +22,27 @@ from kvpolicy.lab.bench.contenders.form import PACKED, Form
 
 def test_weights_in_another_form_are_contenders_of_their_own() -> None:
     model = tiny_model()
-    found = build_contenders(
-        [Form.plain(model), Form(PACKED, model, model)], cells("knorm"), without=["kvpress"]
-    )
+    forms = [Form.plain(model), Form(PACKED, model, model), Form("bf16", model, model)]
+    found = build_contenders(forms, cells("knorm"), without=["kvpress"])
     names = [one.name for one in found.all]
     mine = [PRODUCTS_ALONE, MODEL_ALONE, GENERATE, FORWARD, CONTINUOUS, "knorm"]
     mine = [name for name in mine if name not in found.absent]
-    assert names == [LIMIT, *mine, *(f"{name}, packed" for name in mine)]
-    of_packed = found.all[-1].references
+    others = [f"{name}, {form}" for form in (PACKED, "bf16") for name in mine]
+    assert names == [LIMIT, *mine, *others]
+    of_packed, rounded = (
+        next(one.references for one in found.all if one.name == f"knorm, {form}")
+        for form in (PACKED, "bf16")
+    )
     assert of_packed == {
         GENERATE: "generate, packed",
         MODEL_ALONE: "model alone, packed",
         FORWARD: f"{FORWARD}, packed",
         VLLM: "vLLM",  # its weights have one form
+        OPENVINO: "OpenVINO",
+        LLAMA_CPP: "llama.cpp",
     }
+    assert rounded[OPENVINO] == "OpenVINO, bf16"
+    assert rounded[VLLM] == "vLLM"
 
 
 def test_plans_are_compared_with_the_full_cache_and_as_many_of_the_newest_rows() -> None:

@@ -1,18 +1,19 @@
 """vLLM runs in another process, and is timed by the difference of two lengths."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from bench_parts import ROW
+from other_engines import interpreter
 from tiny import tiny_model
 from transformers import PreTrainedModel
 
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.bench.contenders.contender import Contender
-from kvpolicy.lab.bench.contenders.vllm import vllm_contender
+from kvpolicy.lab.bench.contenders.rivals.rival import Room
+from kvpolicy.lab.bench.contenders.rivals.vllm import VLLM
 from kvpolicy.lab.bench.workload import Decode, Text
 
 FAKE_VLLM = """
@@ -51,14 +52,8 @@ class LLM:
 @contextmanager
 def fake_vllm(folder: Path, model: PreTrainedModel, source: str) -> Iterator[Contender]:
     """vLLM of an interpreter that imports another module of that name."""
-    (folder / "vllm.py").write_text(source)
-    python = folder / "python"
-    python.write_text(
-        f"#!{sys.executable}\nimport runpy, sys\nsys.path.insert(0, {str(folder)!r})\n"
-        "assert sys.argv[1] == '-I'\nrunpy.run_path(sys.argv[2], run_name='__main__')\n"
-    )
-    python.chmod(0o755)
-    with vllm_contender(model, python, kv_bytes=2**20, most_tokens=64) as contender:
+    python = interpreter(folder, {"vllm": source})
+    with VLLM.started(model, python, Room(2**20, 64, 2), forms=["bf16"]) as (contender,):
         yield contender
 
 

@@ -1,0 +1,1 @@
+"""Other engines that are measured beside this one, each with a Python of its own environment."""
