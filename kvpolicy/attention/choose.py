@@ -7,6 +7,9 @@ from kvpolicy.attention.operator import OperatorBackend, implement
 from kvpolicy.attention.torch_backend.backend import FixedShapesBackend, TorchBackend
 from kvpolicy.devices import HAS_NUMBA, HAS_TRITON
 
+# Numbers, and bytes of integers.
+_OF_NUMBA = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+
 
 def backend_for(
     device: torch.device, dtype: torch.dtype, *, in_graph: bool = False, once: bool = False
@@ -27,7 +30,7 @@ def backend_for(
         from kvpolicy.attention.triton_backend.backend import TritonBackend
 
         return TritonBackend()
-    if dtype in (torch.float32, torch.uint8) and HAS_NUMBA and not once:
+    if dtype in _OF_NUMBA and HAS_NUMBA and not once:
         from kvpolicy.attention.numba_backend.backend import NumbaBackend
 
         return NumbaBackend()

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from decode_cases import Case, assert_as_expected, cases, expected
+from decode_cases import TOLERANCE, Case, assert_as_expected, cases, expected
 from fresh_process import run_fresh
 from hypothesis import assume, given
 from torch import Tensor
@@ -46,13 +46,13 @@ def attend(layer: DecodeLayer, **new: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("installed", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_numba_attends_in_fp32_where_it_is_installed(
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_numba_attends_in_usual_precisions_where_it_is_installed(
     installed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose, "HAS_NUMBA", installed)
     chosen = isinstance(backend_for(CPU, dtype), NumbaBackend)
-    assert chosen == (installed and dtype == torch.float32)
+    assert chosen == (installed and dtype != torch.float64)
 
 
 @needs_numba
@@ -143,23 +143,41 @@ def attended_alone(case: Case, slot: int) -> Tensor:
 @needs_numba
 @given(case=cases(adjacent=True, capacities=[300]))
 def test_rows_that_are_attended_to_in_parts_are_those_of_loops(case: Case) -> None:
-    assume(case.dtype == torch.float32)
     wanted = expected(case)
-    assert_as_expected(case, attend(case.layer, **case.new), wanted)
+    output = attend(case.layer, **case.new)
+    assert output.dtype == case.dtype
+    assert_as_expected(case, output, wanted, sums_tolerance=TOLERANCE[case.dtype])
 
 
 @needs_numba
 @given(case=cases(adjacent=True, capacities=[1, 9, 70, 300]))
 def test_a_slot_equals_itself_alone_to_the_bit(case: Case) -> None:
-    assume(case.dtype == torch.float32)
     alone = [attended_alone(case, slot) for slot in range(len(case.layer.keys))]
     assert torch.equal(attend(case.layer, **case.new), torch.cat(alone))
 
 
 @needs_numba
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_all_numbers_of_16_bits_are_read_as_they_are(dtype: torch.dtype) -> None:
+    """A sequence with one row attends to it only, so that its output is the value."""
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    every = torch.where(every.isfinite(), every, torch.zeros_like(every))
+    values = every.view(1, 2**10, 1, 64)
+    for size in (64, 20):  # with whole vectors, and with a rest
+        new = values[0, :, :, :size]
+        slots = len(new)
+        slabs = [torch.zeros(slots, 1, 3, dim, dtype=dtype) for dim in (8, size)]
+        counts = torch.zeros(slots, 1).long(), torch.zeros(slots).long(), torch.ones(slots) > 0
+        layer = DecodeLayer(*slabs, torch.full((slots, 1, 3), -1), *counts)
+        key = torch.zeros(slots, 1, 8, dtype=dtype)
+        output = attend(layer, query=key, key=key, value=new, scaling=1.0)
+        assert torch.equal(output, new)
+        assert torch.equal(layer.values[:, :, 0], new)
+
+
+@needs_numba
 @given(case=cases(adjacent=True))
 def test_nan_and_infinity_stay_in_their_slot(case: Case) -> None:
-    assume(case.dtype == torch.float32)
     live = case.layer.live
     assume(bool(live[0]))
     before = attended_alone(case, len(live) - 1)

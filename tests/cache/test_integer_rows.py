@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpolicy import Engine, Plan, PolicyCache, PrefixStore, Request, Result, SequenceSnapshot
+from kvpolicy.attention import choose
 from kvpolicy.attention.integers import dequantize, quantize
 from kvpolicy.cache import store
 from kvpolicy.cache.kv_cache import KVCache
@@ -182,8 +183,12 @@ def test_a_policy_cache_holds_integers(rows: Any) -> None:
     assert found[0, len(PROMPTS[0]) :].tolist() == list(result.tokens)
 
 
-@pytest.mark.parametrize("rows", [INT8, {"values": "int4"}, EXACT], ids=str)
-def test_static_steps_of_16_bits_equal_eager_ones(rows: Any) -> None:
+@pytest.mark.parametrize("rows", [INT8, {"values": "int4", "exact": 3}, EXACT], ids=str)
+def test_static_steps_of_16_bits_equal_eager_ones(
+    rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In torch, which rounds what integers stand for as eager forwards do; Numba does not round."""
+    monkeypatch.setattr(choose, "HAS_NUMBA", False)
     found = []
     for eager in (False, True):
         plan = PLANS["queries"](rows=rows)

@@ -1,6 +1,4 @@
-"""The backend of CPUs in fp32, where Numba is installed and can be used."""
-
-import torch
+"""The backend of CPUs where Numba is installed and can be used."""
 
 from kvpolicy.attention.base import Decode, DecodeLayer
 from kvpolicy.attention.torch_backend.backend import TorchBackend
@@ -13,11 +11,7 @@ class NumbaBackend(TorchBackend):
         """Attend in one call for a layer, in which each held row is read once."""
         from kvpolicy.numba_common import can_run
 
-        sides = (layer.keys, layer.key_bits), (layer.values, layer.value_bits)
-        numbers = [slab for slab, bits in sides if not bits]
-        others = layer.window, layer.exact_keys, layer.exact_values
-        numbers += [one for one in others if one is not None]
-        if can_run() and all(one.dtype == torch.float32 for one in numbers):
+        if can_run():
             from kvpolicy.attention.numba_backend.decode import NumbaLayer
 
             return NumbaLayer(layer)

@@ -31,18 +31,20 @@ from kvpolicy.attention.numba_backend.lanes import (
     write_sums,
     zeros,
 )
-from kvpolicy.attention.numba_backend.rows import numbers, put_exact, store
+from kvpolicy.attention.numba_backend.rows import BF16, FP16, FP32, numbers, put_exact, store
 from kvpolicy.attention.torch_backend.decode import drop_oldest, store_and_attend
 from kvpolicy.numba_common import FASTMATH, is_forked, start_threads, take_threads
 from kvpolicy.opaque import call_opaque
 
 start_threads()
 
-_NO_WINDOW = np.empty((0, 0, 0, 0), dtype=np.float32)
+_NO_WINDOW = np.empty((0, 0, 0, 0), dtype=np.uint8)
 _NO_TRACK = np.empty((0, 0, 0), dtype=np.float32)
-_NO_RING = np.empty((1, 1, 0, 0), dtype=np.float32)
+_NO_RING = np.empty((1, 1, 0, 0), dtype=np.uint8)
 _NO_BOUNDS = np.empty((0, 0), dtype=np.int64)
 _NO_SINKS = np.empty(0, dtype=np.float32)
+
+_FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
 _PART = 256  # rows of a task at most: enough tasks for all threads, and each is worth its start
 _AHEAD = 32  # rows that the processor is told of before they are read
@@ -186,9 +188,11 @@ def _attend(
         values: Likewise.
         positions: Their positions, ``[T]``.
         newest: Position of the query.
-        exact_keys: Exact copies of the newest keys, ``[E, D]``; ``E`` is 0 if there are none.
+        exact_keys: Bytes of exact copies of the newest keys, ``[E, ...]``; ``E`` is 0 if there
+            are none.
         exact_values: Those of values.
-        forms: Bits of a number, and channels of a group, of keys and of values.
+        forms: The form of rows, and channels of a group, of keys and of values; and the form of
+            exact copies, see `kvpolicy.attention.numba_backend.rows`.
         softcap: See `Decode`.
         logits: Receives what the softmax reads, ``[G, >= T + 3]``, unless it is empty.
         most: Receives the largest logit of each head, ``[G]``.
@@ -196,15 +200,15 @@ def _attend(
         output: Receives the sums of values by these factors, ``[G, V]``.
     """
     (members, dim), num_rows = query.shape, keys.shape[0]
-    key_bits, key_size, value_bits, value_size = forms
+    key_form, key_size, value_form, value_size, own_form = forms
     scratch = np.empty((_BLOCK, dim), np.float32)
     value_scratch = np.empty((_BLOCK, output.shape[1]), np.float32)
     weights = np.empty((members, num_rows + 3), np.float32)
     powers = np.empty(num_rows, np.int32)
     for first in range(0, num_rows, _BLOCK):
-        block = numbers(keys[first : first + _BLOCK], key_bits, key_size, scratch)
+        block = numbers(keys[first : first + _BLOCK], key_form, key_size, scratch)
         if exact_keys.shape[0]:
-            put_exact(block, positions[first : first + _BLOCK], newest, exact_keys)
+            put_exact(block, positions[first : first + _BLOCK], newest, exact_keys, own_form)
         _dots(query, block, first, weights)
     for member in range(members):
         own = weights[member, :num_rows]
@@ -221,9 +225,9 @@ def _attend(
         total[member] = number
     output[:] = 0
     for first in range(0, num_rows, _BLOCK):
-        block = numbers(values[first : first + _BLOCK], value_bits, value_size, value_scratch)
+        block = numbers(values[first : first + _BLOCK], value_form, value_size, value_scratch)
         if exact_values.shape[0]:
-            put_exact(block, positions[first : first + _BLOCK], newest, exact_values)
+            put_exact(block, positions[first : first + _BLOCK], newest, exact_values, own_form)
         _add(weights, block, first, output)
 
 
@@ -317,12 +321,12 @@ def _tasks(positions, seq_len, live, bounds, capacity, rows, sliding_window):
 
 
 # One form of the function for all calls: compiling it takes seconds.
-_ROWS, _SLAB, _SLAB_OF_NUMBERS = "f4[:,:,:]", "u1[:,:,:,::1]", "f4[:,:,::1]"
+_ROWS, _BYTES = "f4[:,:,:]", "u1[:,:,:]"
+_SLAB, _SLAB_OF_NUMBERS = "u1[:,:,:,::1]", "f4[:,:,::1]"
 _SIGNATURE = (
-    f"void({_ROWS}, {_ROWS}, {_ROWS}, {_SLAB}, {_SLAB}, i8[:,:,::1], "
-    f"{', '.join([_SLAB_OF_NUMBERS] * len(ACCUMULATORS))}, f4[:,:,:,::1], "
-    "f4[:,:,:,::1], f4[:,:,:,::1], "
-    "i8[:], b1[:], i8[:,:], i8, UniTuple(i8, 4), f4[:], i8[:,:], f4, f4, i8, f4, "
+    f"void({_ROWS}, {_ROWS}, {_ROWS}, {_BYTES}, {_BYTES}, {_BYTES}, {_SLAB}, {_SLAB}, i8[:,:,::1], "
+    f"{', '.join([_SLAB_OF_NUMBERS] * len(ACCUMULATORS))}, {_SLAB}, {_SLAB}, {_SLAB}, "
+    "i8[:], b1[:], i8[:,:], i8, UniTuple(i8, 5), f4[:], i8[:,:], f4, f4, i8, "
     f"{_SLAB_OF_NUMBERS})"
 )
 
@@ -344,6 +348,9 @@ def _decode(
     query,
     key,
     value,
+    asked,
+    own_key,
+    own_value,
     keys,
     values,
     positions,
@@ -364,7 +371,6 @@ def _decode(
     scaling,
     softcap,
     sliding_window,
-    factor,
     output,
 ):
     num_slots, num_heads = rows.shape
@@ -382,18 +388,18 @@ def _decode(
         own_keys, own_values = _ring(exact_keys, slot, head), _ring(exact_values, slot, head)
         if task + 1 == before[slot * num_heads + head + 1]:  # it has the new row
             position = seq_len[slot]
-            store(key[slot, head], forms[0], forms[1], keys[slot, at, end - 1])
-            store(value[slot, head], forms[2], forms[3], values[slot, at, end - 1])
+            new_key, new_value = own_key[slot, head], own_value[slot, head]
+            store(key[slot, head], new_key, forms[0], forms[1], keys[slot, at, end - 1])
+            store(value[slot, head], new_value, forms[2], forms[3], values[slot, at, end - 1])
             positions[slot, at, end - 1] = position
             # Other parts read other places of a ring: the row that was there is too far by now.
             if own_keys.shape[0]:
-                own_keys[position % own_keys.shape[0]] = key[slot, head]
+                own_keys[position % own_keys.shape[0]] = new_key
             if own_values.shape[0]:
-                own_values[position % own_values.shape[0]] = value[slot, head]
+                own_values[position % own_values.shape[0]] = new_value
             for member in range(group if window.shape[2] else 0):
                 own = head * group + member
-                for i in range(dim):
-                    window[slot, own, position % window.shape[2], i] = query[slot, own, i] * factor
+                window[slot, own, position % window.shape[2]] = asked[slot, own]
         queries = np.empty((group, dim), np.float32)
         queries[:] = query[slot, head * group : (head + 1) * group] * scaling
         _attend(
@@ -446,10 +452,25 @@ def _array(slab: Tensor, one_head: bool) -> np.ndarray:
     return pools
 
 
-class NumbaLayer:
-    """Decode attention in one layer, of a model in fp32; its tensors become arrays once.
+def _bytes(tensor: Tensor) -> np.ndarray:
+    """The bytes of a tensor, in the place of its last axis."""
+    tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    found: np.ndarray = tensor.view(torch.uint8).numpy()
+    return found
 
-    New rows in another precision, which may be stored in integers, are left to torch.
+
+def precisions(layer: DecodeLayer) -> set[torch.dtype]:
+    """Those in which a layer has numbers as they are; one, or none if it has integers only."""
+    sides = (layer.keys, layer.key_bits), (layer.values, layer.value_bits)
+    found = {slab.dtype for slab, bits in sides if not bits}
+    others = layer.window, layer.exact_keys, layer.exact_values
+    return found | {one.dtype for one in others if one is not None}
+
+
+class NumbaLayer:
+    """Decode attention in one layer; its tensors become arrays once.
+
+    New rows in another precision than those that are stored as numbers are left to torch.
     """
 
     def __init__(self, layer: DecodeLayer) -> None:
@@ -465,15 +486,16 @@ class NumbaLayer:
                 _array(accumulated[name], one_head) if name in accumulated else _NO_TRACK
                 for name in ACCUMULATORS
             ),
-            _NO_WINDOW if layer.window is None else layer.window.numpy(),
-            _NO_RING if layer.exact_keys is None else layer.exact_keys.numpy(),
-            _NO_RING if layer.exact_values is None else layer.exact_values.numpy(),
+            _NO_WINDOW if layer.window is None else _bytes(layer.window),
+            _NO_RING if layer.exact_keys is None else _bytes(layer.exact_keys),
+            _NO_RING if layer.exact_values is None else _bytes(layer.exact_values),
             layer.seq_len.numpy(),
             layer.live.numpy(),
             _NO_BOUNDS if layer.bounds is None else layer.bounds.numpy(),
             layer.keys.shape[2],
         ]
         self._rows = layer.rows.numpy()
+        self._precisions = precisions(layer)
 
     def __call__(
         self,
@@ -499,31 +521,37 @@ class NumbaLayer:
         sinks: Tensor | None,
     ) -> Tensor:
         layer, rows, head_dim = self._layer, self._rows, query.shape[2]
-        if is_forked() or key.dtype != torch.float32:
+        own = _FORMS.get(key.dtype)
+        if is_forked() or own is None or self._precisions - {key.dtype}:
             return store_and_attend(
                 layer, query, key, value, scaling=scaling, softcap=softcap, sinks=sinks
             )
         if layer.slides:
             rows = drop_oldest(layer).numpy()
+        factor = window_factor(scaling, head_dim)
+        asked = query if factor == 1 or layer.window is None else query * factor
         output = torch.empty(*query.shape[:2], value.shape[2])
         take_threads()
         _decode(
             query.float().numpy(),
-            key.numpy(),
-            value.numpy(),
+            key.float().numpy(),
+            value.float().numpy(),
+            _bytes(asked.to(key.dtype)),
+            _bytes(key),
+            _bytes(value),
             *self._arrays,
             (
-                layer.key_bits,
+                layer.key_bits or own,
                 group_size(head_dim, layer.key_bits),
-                layer.value_bits,
+                layer.value_bits or own,
                 group_size(value.shape[2], layer.value_bits),
+                own,
             ),
             _NO_SINKS if sinks is None else sinks.detach().float().numpy(),
             rows,
             scaling,
             softcap,
             layer.sliding_window,
-            window_factor(scaling, head_dim),
             output.numpy(),
         )
-        return output
+        return output.to(query.dtype)

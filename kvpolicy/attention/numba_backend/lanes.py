@@ -133,15 +133,62 @@ read_lower = _codes(lambda builder, codes: builder.and_(codes, ir.Constant(_BYTE
 read_upper = _codes(lambda builder, codes: builder.lshr(codes, ir.Constant(_BYTES, [4] * LANES)))
 
 
-@intrinsic
-def read_bf16(typingctx, array, row, column):
-    """The number whose bf16 are two bytes from a column on."""
+def _of_bf16(builder, halves, integers, floats):
+    """bf16 are the upper half of a number in fp32."""
+    wide = builder.zext(halves, integers)
+    return builder.bitcast(builder.shl(wide, _constant(integers, 16)), floats)
 
-    def make(context, builder, signature, args):
-        half = _read(context, builder, signature, args, ir.IntType(16), 1)
-        return builder.bitcast(builder.shl(builder.zext(half, _INT), _INT(16)), _FLOAT)
 
-    return types.float32(array, types.intp, types.intp), make
+def _of_fp16(builder, halves, integers, floats):
+    """fp16 have 5 bits for the exponent, which counts from 15, and fp32 8, from 127.
+
+    So their bits, moved, are a number that is 2^112 times too small; and the largest exponent
+    stands for infinity and for what is no number. In integers, since not all processors convert.
+    """
+    wide = builder.zext(halves, integers)
+    moved = builder.shl(builder.and_(wide, _constant(integers, 0x7FFF)), _constant(integers, 13))
+    finite = builder.fmul(builder.bitcast(moved, floats), _constant(floats, 2.0**112))
+    ends = builder.icmp_unsigned(">=", moved, _constant(integers, 0x7C00 << 13))
+    number = builder.select(
+        ends,
+        builder.or_(moved, _constant(integers, 0x7F800000)),
+        builder.bitcast(finite, integers),
+    )
+    sign = builder.shl(builder.and_(wide, _constant(integers, 0x8000)), _constant(integers, 16))
+    return builder.bitcast(builder.or_(number, sign), floats)
+
+
+def _constant(kind, number):
+    """A number, or a vector of one number."""
+    return ir.Constant(kind, [number] * LANES if isinstance(kind, ir.VectorType) else number)
+
+
+def _halves(widen):
+    """Functions that read numbers of 16 bits from a column of bytes on: one, and `LANES`."""
+
+    @intrinsic
+    def read_one(typingctx, array, row, column):
+        def make(context, builder, signature, args):
+            half = _read(context, builder, signature, args, ir.IntType(16), 1)
+            return widen(builder, half, _INT, _FLOAT)
+
+        return types.float32(array, types.intp, types.intp), make
+
+    @intrinsic
+    def read_several(typingctx, array, row, column):
+        def make(context, builder, signature, args):
+            kind = ir.VectorType(ir.IntType(16), LANES)
+            halves = _read(context, builder, signature, args, kind, 1)
+            return widen(builder, halves, _INTS, _FLOATS)
+
+        return _lanes(array, types.intp, types.intp), make
+
+    return read_one, read_several
+
+
+#: The number whose bf16, or fp16, are two bytes from a column on; and as many as there are lanes.
+read_bf16, read_several_bf16 = _halves(_of_bf16)
+read_fp16, read_several_fp16 = _halves(_of_fp16)
 
 
 @intrinsic

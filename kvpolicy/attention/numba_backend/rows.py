@@ -1,7 +1,9 @@
 """Rows as they are stored, in Numba: storing a new one, and reading some of them as numbers.
 
-What is stored of a new row is what `kvpolicy.attention.integers.quantize` gives, to the bit: its
-operations are done here one after the other, and none is reordered.
+Rows have a *form*: the bits of a number in integers, or one of `FP32`, `BF16` and `FP16` for
+numbers as they are. What is stored of a new row are its bytes, or in integers what
+`kvpolicy.attention.integers.quantize` gives, to the bit: its operations are done here one after the
+other, and none is reordered.
 """
 
 import numpy as np
@@ -13,60 +15,97 @@ from kvpolicy.attention.numba_backend.lanes import (
     plus_product,
     read_bf16,
     read_bytes,
+    read_fp16,
     read_lower,
+    read_several_bf16,
+    read_several_fp16,
     read_upper,
     repeated,
     write,
 )
+
+FP32, BF16, FP16 = 0, 16, 17
 
 _TINY = np.finfo(np.float32).tiny
 _ROUNDING = np.float32(2**-8)  # see `kvpolicy.attention.integers`
 
 
 @njit(error_model="numpy")
-def store(row, bits, size, stored):
-    """Write a row of a head, ``[D]``, as bytes.
+def store(row, own, form, size, stored):
+    """Write a row of a head as bytes.
 
     Args:
-        row: The row.
-        bits: Bits of a number in integers; 0: numbers are stored as they are.
+        row: The row, ``[D]``.
+        own: Its bytes, in the precision of the model.
+        form: How it is stored.
         size: Channels of a group.
         stored: Where to; all bytes of a row.
     """
-    if bits:
-        _quantize(row, bits, size, stored, np.empty(1, np.float32))
+    if form == 8 or form == 4:
+        _quantize(row, form, size, stored, np.empty(1, np.float32))
     else:
-        stored.view(np.float32)[:] = row
+        stored[:] = own
 
 
 @njit(error_model="numpy")
-def numbers(stored, bits, size, scratch):
+def numbers(stored, form, size, scratch):
     """Rows of a head as numbers, ``[T, D]``: themselves, or in a scratch array ``[>= T, D]``."""
-    if not bits:
+    if form == FP32:
         return stored.view(np.float32)
-    if bits == 8:
+    if form == 8:
         _from_bytes(stored, scratch)
-    else:
+    elif form == 4:
         _from_halves(stored, size, scratch)
+    elif form == BF16:
+        _from_bf16(stored, scratch)
+    else:
+        _from_fp16(stored, scratch)
     return scratch[: stored.shape[0]]
 
 
 @njit(error_model="numpy")
-def put_exact(rows, positions, newest, ring):
+def put_exact(rows, positions, newest, ring, form):
     """Put exact copies in the place of those of some rows that are near enough to a query.
 
     Args:
         rows: What integers stand for, ``[T, D]``.
         positions: Their positions, which rise, ``[T]``.
         newest: Position of the query.
-        ring: The exact copies, ``[E, D]``, see `kvpolicy.attention.exact`.
+        ring: Bytes of the exact copies, ``[E, ...]``, see `kvpolicy.attention.exact`.
+        form: Their form.
     """
     size = ring.shape[0]
+    scratch = np.empty((1, rows.shape[1]), np.float32)
     for row in range(rows.shape[0] - 1, -1, -1):
         position = positions[row]
         if position <= newest - size:
             break
-        rows[row] = ring[position % size]
+        place = position % size
+        rows[row] = numbers(ring[place : place + 1], form, 0, scratch)[0]
+
+
+@njit(error_model="numpy")
+def _from_bf16(stored, scratch):
+    """Numbers of rows in bf16."""
+    dim = scratch.shape[1]
+    whole = dim - dim % LANES
+    for row in range(stored.shape[0]):
+        for i in range(0, whole, LANES):
+            write(scratch, row, i, read_several_bf16(stored, row, 2 * i))
+        for i in range(whole, dim):
+            scratch[row, i] = read_bf16(stored, row, 2 * i)
+
+
+@njit(error_model="numpy")
+def _from_fp16(stored, scratch):
+    """Numbers of rows in fp16."""
+    dim = scratch.shape[1]
+    whole = dim - dim % LANES
+    for row in range(stored.shape[0]):
+        for i in range(0, whole, LANES):
+            write(scratch, row, i, read_several_fp16(stored, row, 2 * i))
+        for i in range(whole, dim):
+            scratch[row, i] = read_fp16(stored, row, 2 * i)
 
 
 @njit(error_model="numpy")
