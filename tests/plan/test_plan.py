@@ -310,7 +310,7 @@ def test_a_plan_that_says_how_rows_are_stored_by_default_is_the_same_plan() -> N
     }
     assert len(digests) == 1
     eight, four = ({"keys": one, "values": one} for one in ("int8", "int4"))
-    for alike in (["int8", eight], ["int4", four, four | {"exact": 32}]):
+    for alike in (["int8", eight], ["int4", four, four | {"exact": 16}]):
         other = {Plan.uniform("full", rows=rows).resolve(2).digest() for rows in alike}
         assert len(other) == 1
         assert not digests & other
@@ -320,9 +320,10 @@ def test_a_plan_that_says_how_rows_are_stored_by_default_is_the_same_plan() -> N
 def test_the_newest_rows_stay_exact_where_these_have_four_bits() -> None:
     given = {
         "int8": 0,
-        "int4": 32,
-        "int8/int4": 32,
-        "int4/model": 32,
+        "int4": 16,
+        "int8/int4": 8,
+        "model/int4": 8,
+        "int4/model": 16,
         ("int4", "int4", 7): 7,
         ("model", "int4", 0): 0,
     }
