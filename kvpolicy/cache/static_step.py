@@ -382,10 +382,11 @@ class StaticStep:
     def idle(self, width: int) -> Iterator[None]:
         """Serve so many slots in a ``with`` block, none of which takes part.
 
-        Steps in the block store, count and draw nothing that is read.
+        Steps in the block store, count and draw nothing.
         """
         before, live = self.width, self.live.clone()
-        num_steps = self._num_steps.clone()
+        # The tokens of the last step may not have been read yet.
+        num_steps, tokens = self._num_steps.clone(), self.tokens.clone()
         self._serve(width)
         self.live.zero_()
         try:
@@ -394,6 +395,7 @@ class StaticStep:
             self._serve(before)
             self.live.copy_(live)
             self._num_steps.copy_(num_steps)
+            self.tokens.copy_(tokens)
 
     def _serve(self, width: int) -> None:
         """Take the first slots of all tensors that a step is given."""

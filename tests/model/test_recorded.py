@@ -230,6 +230,16 @@ def test_policies_that_annotate_in_a_step(reads: bool, monkeypatch: pytest.Monke
     check_same(found, plainly(monkeypatch, shared_model(), plan))
 
 
+def test_tokens_of_before_a_recording_may_be_read_after_it() -> None:
+    engines = [Engine(shared_model(), None, PLANS["full"], steps_per_read=num) for num in (1, 4)]
+    found = []
+    for engine in engines:
+        run = engine.generate(requests())
+        found.append([result.tokens for result in run.results()])
+        assert run.report.path == "static, recorded"
+    assert found[0] == found[1]
+
+
 def test_requests_that_come_and_go_have_the_tokens_that_they_have_alone() -> None:
     prompts = [prompt[:length] for prompt in PROMPTS for length in (2, 9)]
     engine = Engine(shared_model(), None, PLANS["h2o"], slots=4)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy.cache.arena import SlabArena
-from kvpolicy.cache.layouts.base import Around, LayerCache
+from kvpolicy.cache.layouts.base import PLENTY, Around, LayerCache
 from kvpolicy.cache.layouts.even import EvenSpan
 from kvpolicy.cache.layouts.span import Entries, Span, taken
+from kvpolicy.cache.shape import UNLIMITED
 from kvpolicy.devices import upload
 
 
@@ -23,9 +24,14 @@ class PromptKept(Around):
     _rooms: np.ndarray  # rows that a slot may hold behind its prompt, [n, 1]
 
     def attach(self, layers: Sequence[LayerCache]) -> None:
-        """Take its layers, which say how many rows may be behind a prompt."""
+        """Take its layers, which say how many rows may be behind a prompt.
+
+        Where that is a whole sliding window, or more, rows leave with it and never by a compaction.
+        """
         super().attach(layers)
-        self._rooms = np.array([layer.slab.room for layer in layers])[:, None]
+        rooms = np.array([layer.slab.room for layer in layers])
+        windows = np.array([layer.shape.sliding_window or PLENTY for layer in layers])
+        self._rooms = np.where(windows <= rooms, UNLIMITED, rooms)[:, None]
 
     def room(self, slots: Sequence[int]) -> np.ndarray:
         """Free rows of the slab, or tokens up to the room behind the prompt."""
