@@ -413,7 +413,9 @@ class PolicyCache(Cache):
             unfinished = chunks.unfinished(sequences)
             for one in core.extensions if unfinished else ():
                 one.advance(unfinished)
-            core.evictor.evict(sequences)
+            # A row that waits for others is compacted when its next token is known: a lookahead
+            # begins with it.
+            core.evictor.evict(sequences if is_decode else unfinished)
             for error in [seq.error for seq in sequences if seq.error is not None]:
                 raise ModelError(error)
             step = decode_step(sequences) if is_decode else chunks.step(unfinished)

@@ -47,7 +47,8 @@ def test_states_come_in_the_order_of_their_tokens(seed: int, actions: list[str])
             step.keep_states(1, new[1])
             step.keep_states(0, new[1])  # of which no ring wants states
             step.finish(torch.zeros(width, 10), new[LAST_STATES][:, None])
-            step.count([1] * width, [0] * width, [True] * width)
+            step.count([True] * width)
+            step.note_tokens([0] * width, [True] * width)
         else:
             pending = [int(cache.seq_len[slot]) - taken[slot] for slot in range(width)]
             for place, states in new.items():

@@ -26,7 +26,8 @@ def test_keeps_the_rows_of_the_reference(data: st.DataObject, drawn: Drawn, n_re
 
 @given(st.data(), caches(min_rows=6, max_rows=28))
 def test_the_mean_is_that_of_the_rows_held_now(data: st.DataObject, drawn: Drawn) -> None:
-    budget = data.draw(st.integers(1, drawn.num_rows - 1))
+    # Two rows are equally far from their mean: with a budget of 1 rounding would choose.
+    budget = data.draw(st.integers(2, drawn.num_rows - 1))
     plan = data.draw(rounds(drawn.num_rows))
     answer = replay("keydiff", drawn.keys, drawn.values, drawn.queries, budget=budget, **plan)
     for b, h, keys, _ in heads(drawn.keys, drawn.queries):

@@ -18,7 +18,8 @@ from kvpolicy.testing import keep_rows
 @given(st.data(), caches(num_queries=1))
 def test_protect_alone_keeps_sinks_and_newest_rows(data: st.DataObject, drawn: Drawn) -> None:
     n_sink, n_recent = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 5))
-    budget = data.draw(budgets(drawn.num_rows, min_budget=max(n_sink + n_recent, 1)))
+    n_recent = n_recent if n_sink else max(n_recent, 1)  # without either nothing is chosen
+    budget = data.draw(budgets(drawn.num_rows, min_budget=n_sink + n_recent))
     kept = keep_rows(
         "protect",
         drawn.keys,
