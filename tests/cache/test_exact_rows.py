@@ -8,7 +8,7 @@ import integer_reference
 import pytest
 import slab_reference as reference
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import seeds
 from torch import Tensor
@@ -147,6 +147,7 @@ def assert_seen_alike(cache: KVCache, loops: Loops, slot: int) -> None:
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
+@example([(0, 4), (3, 3)], 1, (4, 4), 0)  # prompts with different numbers of rows beside slabs
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=3, max_size=8),
     st.integers(1, 9),

@@ -70,18 +70,20 @@ PATHS: dict[str, tuple[str, dict[str, list[Any]]]] = {
 }
 
 
-@st.composite
-def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
+def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
     """Fields with values that are mostly right, the others wrong in some way."""
     asked, fields = PATHS[path]
-    names = draw(st.lists(st.sampled_from(sorted(fields)), max_size=4, unique=True))
-    body = {name: fields[name][0] for name in ("model", asked)} | {"max_tokens": 2}
-    for name in names:
-        body[name] = draw(st.sampled_from(fields[name]))
-    if not isinstance(body.get("max_tokens"), int):
-        body.pop("max_tokens", None)
-        body["max_completion_tokens" if asked == "messages" else "max_tokens"] = 2
-    return body
+    pairs = [(name, value) for name, values in fields.items() for value in values]
+
+    def body_of(chosen: list[tuple[str, Any]]) -> dict[str, Any]:
+        body = {name: fields[name][0] for name in ("model", asked)} | {"max_tokens": 2}
+        body |= dict(chosen)
+        if not isinstance(body.get("max_tokens"), int):
+            body.pop("max_tokens", None)
+            body["max_completion_tokens" if asked == "messages" else "max_tokens"] = 2
+        return body
+
+    return st.lists(st.sampled_from(pairs), max_size=4).map(body_of)
 
 
 def closed(schema: Any) -> Any:

@@ -224,12 +224,13 @@ class Beside:
         """Those of some of the entries."""
         return Beside(self.lanes[piece], self.num_rows[piece])
 
-    def joined(self, own: Tensor, area: Tensor) -> Tensor:
+    def joined(self, own: Tensor, area: Tensor, empty: int = 0) -> Tensor:
         """Rows of slabs followed by those beside them, a copy, ``[B, H_kv, T, ...]``.
 
         Args:
             own: The slabs, ``[B, H_kv, capacity, ...]``.
-            area: The staging area; where an entry has fewer rows there, zeros take their places.
+            area: The staging area.
+            empty: Takes the places of rows where an entry has fewer there.
         """
         (num, heads, capacity, *rest), most = own.shape, int(self.num_rows.max())
         rows = own.new_empty(num, heads, capacity + most, *rest)
@@ -238,7 +239,7 @@ class Beside:
         staged[:] = area[slot_index(self.lanes), :, :most]
         if (self.num_rows < most).any():
             absent = upload(np.arange(most) >= self.num_rows[:, None], own.device)
-            staged.masked_fill_(absent[:, None, :, *[None] * len(rest)], 0)
+            staged.masked_fill_(absent[:, None, :, *[None] * len(rest)], empty)
         return rows
 
 
@@ -365,6 +366,12 @@ class OpenStaged(OpenEven):
     def read(self, slab: Tensor) -> Tensor:
         """The rows of a slab and of its lanes, a copy."""
         return self._beside.joined(slab[self.tokens.served], self._area(slab))
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the rows attended to; -1 where there is none."""
+        slab = self.layer.positions
+        return self._beside.joined(slab[self.tokens.served], self._area(slab), empty=-1)
 
     def add(self, track: Tensor, received: Tensor) -> None:
         """Add to the numbers of a track in slabs and lanes."""
