@@ -622,8 +622,8 @@ def _device_of(module: nn.Module) -> torch.device:
 
 def _embed(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Give the decoder the embeddings of chunks with images."""
-    given: ForwardInput = kwargs["kvpolicy_forward"]
-    if given.embedded is None:
+    given: ForwardInput | None = kwargs.get("kvpolicy_forward")
+    if given is None or given.embedded is None:  # a model that drops arguments is refused later
         return None
     return args, embed_chunks(given.embedded, given.token_ids.shape[1], kwargs)
 

@@ -23,6 +23,7 @@ ADD_ONS = {
     "layer_sensitivity",
     "merge",
     "protect",
+    "protect_images",
     "rerotate",
     "seal",
     "skipkv_batches",

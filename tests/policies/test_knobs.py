@@ -77,6 +77,7 @@ WRONG: dict[str, dict[str, list[object]]] = {
         "every": [0],
     },
     "protect": {"n_sink": [-1], "n_recent": [*COUNT]},
+    "protect_images": {},
     "pyramidkv": {"beta": [0.5, "20"], "window_size": [0], **PHASES},
     "random": {"seed": [-1, 2**32, 0.5]},
     "rerotate": {"n_sink": [1]},

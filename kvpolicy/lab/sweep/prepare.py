@@ -1,5 +1,6 @@
 """From command-line options to a sweep that is ready to run: `load_sweep`, then `build_sweep`."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -268,7 +269,7 @@ def _lengths(settings: Sequence[EvalSetting], tokenizer: Any) -> Lengths:
 def _num_tokens(prompt: str | Sequence[int], tokenizer: Any) -> int:
     """Those of a prompt; of a text that has none, 0: its request will fail, and is counted then."""
     try:
-        return len(encode_prompt(prompt, tokenizer, len(tokenizer)))
+        return len(encode_prompt(prompt, tokenizer, sys.maxsize))
     except RequestError:
         return 0
 
