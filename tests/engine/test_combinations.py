@@ -194,12 +194,12 @@ class Combinations(RuleBasedStateMachine):
         )
 
     def _resume_a_copy(self, number: int) -> None:
-        request, before = self.asked[number]
+        request, _ = self.asked[number]
         try:
             snapshot = self.run.snapshot(number)
         except SnapshotError:  # a policy has failed
             return
-        before = (*before, *snapshot.tokens)
+        before = snapshot.tokens  # of the answer from its beginning
         left = request.max_new_tokens - len(before)
         if left < 1:
             return
