@@ -211,6 +211,10 @@ class Embedder:
         if not isinstance(positions, Tensor):
             return None
         if positions.dim() == 3 and len(positions) in _PLANES:
+            config = self._model.config.get_text_config(decoder=True)
+            axes = (getattr(config, "rope_parameters", None) or {}).get("mrope_section") or ()
+            if len(axes) > 3:  # the first of four planes is elsewhere that of the text
+                self._refuse(f"rotates along {len(axes)} axes, and 3 are known")
             return positions
         if positions.dim() != 2 or not _count_tokens(positions, is_real):
             self._refuse("gives its decoder positions of its own")

@@ -156,7 +156,7 @@ def test_a_bias_of_the_expansion_is_refused() -> None:
     not hasattr(transformers, "DeepseekV32ForCausalLM"), reason="a later release has such models"
 )
 def test_an_indexer_is_refused() -> None:
-    with pytest.raises(ModelError, match="indexe|sparse_attention"):
+    with pytest.raises(ModelError, match=r"indexe|sparse_attention"):
         Engine(tiny_random_model("DeepseekV32ForCausalLM"), plan=Plan.uniform("full"))
 
 
