@@ -166,10 +166,11 @@ def test_snapshot_of_any_moment_goes_on_in_an_open_run(
     for _ in range(steps):
         run.step()
     begun = [seq for seq in run.active if run.cache.seq_len[seq.slot]]
-    snapshots = {seq.id: (len(seq.tokens), run.snapshot(seq.id)) for seq in begun}
+    # A snapshot has the tokens that were drawn and not read, too.
+    snapshots = {seq.id: run.snapshot(seq.id) for seq in begun}
     (rest,) = [{result.id: result for result in run}]
-    for number, (num_tokens, snapshot) in snapshots.items():
-        request, whole = script.requests[number], rest[number]
+    for number, snapshot in snapshots.items():
+        request, whole, num_tokens = script.requests[number], rest[number], len(snapshot.tokens)
         left = request.max_new_tokens - num_tokens
         cut = attrs.evolve(request, prompt=(), max_new_tokens=left, resume=snapshot)
         again = run.submit(cut)
