@@ -244,7 +244,9 @@ def test_queries_are_those_of_the_tokens_had_they_followed(
         if len(first) == 1:
             for layer_idx, queries in enumerate(expected):  # a layer may be a whole window
                 if (40, layer_idx) in policy.queries:
-                    torch.testing.assert_close(policy.queries[40, layer_idx], queries)
+                    # Softmax weights are of fp32, whatever the model's precision.
+                    found = policy.queries[40, layer_idx]
+                    torch.testing.assert_close(found, queries, rtol=1e-4, atol=1e-5)
 
 
 @costly
