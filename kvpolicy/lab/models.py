@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kvpolicy.cli.options import default_length
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.memory.footprint import footprint
+from kvpolicy.lab.shared import Shared
 from kvpolicy.model.config import layers_with_rows
 from kvpolicy.model.fingerprint import model_fingerprint, tokenizer_fingerprint
 from kvpolicy.model.loading import load_model
@@ -87,11 +88,13 @@ class LoadedModel:
         model: The model.
         tokenizer: Its tokenizer.
         compile: Whether its decode steps are compiled.
+        shared: What cells that run with it in this process share.
     """
 
     model: PreTrainedModel
     tokenizer: Any
     compile: bool = False
+    shared: Shared = attrs.field(factory=Shared, eq=False, repr=False)
 
     def engine(self, plan: Plan | ResolvedPlan, *, slots: int, **options: Any) -> Engine:
         """An engine that computes the model in this way.

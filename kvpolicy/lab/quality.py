@@ -6,6 +6,7 @@ measured there is `retention`, and the share of tokens for which the plan and th
 the same likeliest token, which is called the quality.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 
@@ -104,7 +105,7 @@ class QualityMeter:
         """
         engine = self._loaded.engine(plan, slots=len(self._requests))
         if self._full is None:
-            self._full = FullRun(engine, self._requests, texts=self._texts, keep=True)
+            self._full = FullRun(engine, self._requests, texts=self._texts, keep_bytes=math.inf)
         trial = HeldAttention(engine, self._requests, LookBack(), self._full)
         found, num_done = [], 0
         while not trial.run.done:

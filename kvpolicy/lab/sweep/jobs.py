@@ -122,7 +122,7 @@ def run_job(sweep: Sweep, job: Job, loaded: LoadedModel) -> Iterator[Event]:
         EvalRequest(example, _request(setting, example, prompt))
         for example, prompt in zip(examples, prompts, strict=True)
     ]
-    evaluation = setting.task.metric.begin(engine, requests)
+    evaluation = setting.task.metric.begin(engine, requests, loaded.shared)
     indices = sweep.recorded(cell)
     recorded = [number for number, index in enumerate(job.samples) if index in indices]
     with record_kept_rows(evaluation.run, recorded) as recorder:

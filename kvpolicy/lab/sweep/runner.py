@@ -98,22 +98,25 @@ def finished_keys(
 
 
 def remaining_jobs(sweep: Sweep, done: Container[str]) -> list[Job]:
-    """List what is left to do: model after model, the costliest cells of each first.
+    """List what is left to do: setting after setting, the costliest cells of each first.
 
-    A model is then loaded once, and no expensive cell runs alone at the end.
+    Settings are in the order of their models, so that a model is loaded once. What the cells of one
+    setting share is needed for one setting at a time, and no expensive cell runs alone at the end.
 
     Args:
         sweep: The sweep.
         done: Keys of the finished samples.
     """
     models = list(dict.fromkeys(setting.model.name for setting in sweep.settings))
+    settings = [setting.id for setting in sweep.settings]
     found = []
     for cell in sweep.cells:
         left = sweep.remaining(cell, done)
         if left:
-            model = models.index(sweep.setting_of(cell).model.name)
+            setting = sweep.setting_of(cell)
+            place = models.index(setting.model.name), settings.index(setting.id)
             cost = cell.budget or float("inf")
-            found.append((model, -cost, Job(cell.id, tuple(left))))
+            found.append((place, -cost, Job(cell.id, tuple(left))))
     return [job for *_, job in sorted(found, key=lambda one: one[:2])]
 
 

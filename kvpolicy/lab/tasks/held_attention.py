@@ -60,7 +60,7 @@ class HeldAttention:
         engine: Engine,
         requests: abc.Sequence[Request],
         look_back: LookBack,
-        full: "FullRun | None" = None,
+        full: "FullRun",
     ) -> None:
         """Set up both engines; nothing is computed.
 
@@ -68,10 +68,10 @@ class HeldAttention:
             engine: The engine under the plan.
             requests: The requests, with greedy sampling.
             look_back: What a strong look-back is.
-            full: The full cache's run of these requests; ``None``: one of its own.
+            full: The full cache's run of these requests.
         """
         self._look_back = look_back
-        self._full = full or FullRun(engine, requests)
+        self._full = full
         self._held: dict[int, _HeldRows] = {}
         self._matches: dict[int, list[bool]] = defaultdict(list)
         self.run = Run(engine, requests, self._sample)
@@ -82,7 +82,7 @@ class HeldAttention:
         if held is None or result.finish_reason == "error":
             return EvalOutcome(result)
         full = self._full.take(result.id)
-        end = next(iter(full.layers.values())).last + 1
+        end = next(iter(full.values())).last + 1
         begin = result.prompt_len if held.first == _NEVER else max(held.first, result.prompt_len)
         if begin >= end:
             return EvalOutcome(result)
@@ -93,7 +93,7 @@ class HeldAttention:
                 one.rows(_padded(held.gone_at[index], end)),
                 self._look_back,
             )
-            for index, one in full.layers.items()
+            for index, one in full.items()
         }
         heads = (
             torch.cat([getattr(one, name) for one in layers.values()], dim=-1)
@@ -177,7 +177,7 @@ class _FullLayer:
         keys: Keys of consecutive tokens, the newest last, ``[H_kv, T, D]``.
         values: Values likewise.
         last: Position of the newest.
-        ring: The newest queries, ``[H_q, W, D]``, that at position p at index ``p % W``.
+        newest: Queries of consecutive tokens, the newest last, ``[H_q, N, D]``.
         softmax: The softmax of the layer.
         window: Tokens that a query sees, itself included; ``None``: all.
     """
@@ -185,20 +185,29 @@ class _FullLayer:
     keys: Tensor
     values: Tensor
     last: int
-    ring: Tensor
+    newest: Tensor
     softmax: Softmax
     window: int | None
 
     def queries(self, begin: int) -> Tensor:
         """The queries from a position on, ``[H_q, N, D]``."""
-        places = torch.arange(begin, self.last + 1, device=self.ring.device)
-        return self.ring[:, places % self.ring.shape[1]]
+        return self.newest[:, begin - (self.last + 1) :]
 
     def rows(self, gone_at: Tensor) -> LayerRows:
         """The rows, and the position of the first query that does not see one, ``[H_kv, T]``."""
         first = self.last + 1 - self.keys.shape[1]
         gone_at = gone_at[:, first:]
         return LayerRows(self.keys, self.values, first, gone_at, self.softmax, self.window)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.keys.nbytes + self.values.nbytes + self.newest.nbytes
+
+    def to(self, device: torch.device | str) -> "_FullLayer":
+        """The same on a device."""
+        moved = {name: getattr(self, name).to(device) for name in ("keys", "values", "newest")}
+        return attrs.evolve(self, **moved)
 
 
 @attrs.define(eq=False)
@@ -221,7 +230,11 @@ class _FullSequence:
 
 
 class FullRun:
-    """The full cache's run of some requests, a step at a time, as those who follow it need it."""
+    """The full cache's run of some requests, a step at a time, as those who follow it need it.
+
+    Attributes:
+        num_bytes: Bytes of what it keeps for those who follow later.
+    """
 
     def __init__(
         self,
@@ -229,7 +242,7 @@ class FullRun:
         requests: abc.Sequence[Request],
         *,
         texts: abc.Sequence[abc.Sequence[int]] | None = None,
-        keep: bool = False,
+        keep_bytes: float,
     ) -> None:
         """Set up an engine like another one; nothing is computed.
 
@@ -237,7 +250,9 @@ class FullRun:
             engine: Has the model, the tokenizer and the number of slots.
             requests: The requests, with greedy sampling.
             texts: Tokens that it is led along, of each request; ``None``: its own answers.
-            keep: Whether several may follow it, one after the other.
+            keep_bytes: The most bytes that are kept, in the memory of the host, so that several
+                may follow it, one after the other. If there are more, each sequence is kept until
+                the first who follows it has taken it.
         """
         adapter = engine.adapter
         longest = min(max(one.max_new_tokens for one in requests), adapter.max_positions)
@@ -245,24 +260,47 @@ class FullRun:
         full = Engine(adapter.model, engine.tokenizer, plan, slots=engine.num_slots)
         full.compiled = engine.compiled  # computed alike, and timed by one clock
         with_rows = [attrs.evolve(one, snapshot=True) for one in requests]
-        self._texts, self._keep = texts, keep
+        self.num_bytes = 0
+        self._texts, self._keep_bytes, self._device = texts, keep_bytes, adapter.device
         self._sequences: dict[int, _FullSequence] = defaultdict(_FullSequence)
-        self._run = Run(full, with_rows, self._sample)
+        self._taken: set[int] = set()
+        self._run: Run | None = Run(full, with_rows, self._sample)
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether another may follow it: it has ended, and all of it is kept."""
+        return self._run is None and self._keeps
+
+    @property
+    def _keeps(self) -> bool:
+        return self.num_bytes <= self._keep_bytes
 
     def token(self, number: int, place: int) -> tuple[int, int]:
         """A token of a sequence, and the likeliest in its place; `NO_TOKEN` if it has failed."""
         sequence = self._sequences[number]
         while len(sequence.tokens) <= place and not sequence.failed:
-            assert not self._run.done, "both engines end a sequence at the same token"
+            assert self._run is not None, "both engines end a sequence at the same token"
             results = self._run.step().results
-            self._note_sliding()
+            self._note_sliding(self._run)
             for result in results:
-                self._end(result)
+                self._end(result, self._run.cache)
+            if self._run.done:
+                self._run = None  # and with it the slabs
         return sequence.tokens[place] if place < len(sequence.tokens) else (NO_TOKEN, NO_TOKEN)
 
-    def take(self, number: int) -> _FullSequence:
-        """A sequence that has ended, which is forgotten unless it is kept."""
-        return self._sequences[number] if self._keep else self._sequences.pop(number)
+    def take(self, number: int) -> abc.Mapping[int, _FullLayer]:
+        """What a sequence that has ended has left in each layer with rows, by its number."""
+        layers = self._sequences[number].layers
+        self._taken.add(number)
+        self._release()
+        return {index: one.to(self._device) for index, one in layers.items()}
+
+    def _release(self) -> None:
+        """Forget what was taken, if not all can be kept."""
+        if not self._keeps:
+            for number in self._taken:
+                self._sequences.pop(number, None)
+            self._taken.clear()
 
     def _sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
         likeliest = teacher_forced(logits.argmax(dim=-1).tolist(), logits)
@@ -275,11 +313,11 @@ class FullRun:
             self._sequences[seq.id].tokens.append(pair)
         return tokens
 
-    def _note_sliding(self) -> None:
+    def _note_sliding(self, run: Run) -> None:
         """Copy the new rows of layers whose window slides, before they leave."""
-        cache = self._run.cache
+        cache = run.cache
         sliding = [(index, layer) for index, layer in enumerate(cache.layers) if layer.slides]
-        for seq in self._run.active if sliding else ():
+        for seq in run.active if sliding else ():
             if not seq.tokens:  # no query of the answer has seen a row yet
                 continue
             ours, seq_len = self._sequences[seq.id], int(cache.seq_len[seq.slot])
@@ -291,15 +329,15 @@ class FullRun:
                 ours.noted[index].append((keys[0].clone(), values[0].clone()))
             ours.num_noted = seq_len
 
-    def _end(self, result: Result) -> None:
-        """Take what a sequence has left."""
+    def _end(self, result: Result, cache: KVCache) -> None:
+        """Note what a sequence has left."""
         ours = self._sequences[result.id]
         if result.snapshot is None:
             ours.failed = True
             return
         contents = result.snapshot.contents
         layers = {}
-        for layer in self._run.cache.layers_with_rows:
+        for layer in cache.layers_with_rows:
             held = contents.layers[layer.index]
             noted = ours.noted.pop(layer.index, [])
             num_new = min(
@@ -311,8 +349,14 @@ class FullRun:
             keys, values = (torch.cat(one, dim=1) for one in zip(*pieces, strict=True))
             assert held.window is not None, "a policy reads queries"
             last, window = contents.seq_len - 1, layer.shape.sliding_window
-            layers[layer.index] = _FullLayer(keys, values, last, held.window, layer.softmax, window)
+            # That at position p is at index p % W.
+            places = torch.arange(result.prompt_len, last + 1, device=held.window.device)
+            queries = held.window[:, places % held.window.shape[1]]
+            one = _FullLayer(keys, values, last, queries, layer.softmax, window)
+            layers[layer.index] = one.to("cpu") if self._keeps else one
+            self.num_bytes += one.num_bytes
         ours.layers = layers
+        self._release()
 
 
 class _HeldRows:

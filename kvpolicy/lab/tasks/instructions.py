@@ -17,6 +17,7 @@ import attrs
 
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.errors import TaskError
+from kvpolicy.lab.shared import Shared
 from kvpolicy.lab.store.records import Breakdown
 from kvpolicy.lab.tasks.answers import without_thought
 from kvpolicy.lab.tasks.languages import LANGUAGES, language_of
@@ -171,7 +172,9 @@ class Following:
             mean_of(CANARY, "canary", "Answers with the canary", is_share=True),
         )
 
-    def begin(self, engine: "Engine", requests: Sequence[EvalRequest]) -> Evaluation:
+    def begin(
+        self, engine: "Engine", requests: Sequence[EvalRequest], shared: Shared
+    ) -> Evaluation:
         """Generate answers."""
         run = engine.generate([one.request for one in requests])
         return _FollowingEvaluation(run, [one.example for one in requests])

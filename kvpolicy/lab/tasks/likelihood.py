@@ -16,6 +16,7 @@ import attrs
 from kvpolicy.engine.requests.encoding import following
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.errors import TaskError
+from kvpolicy.lab.shared import Shared
 from kvpolicy.lab.store.records import Sample
 from kvpolicy.lab.tasks.derived import DerivedTask, PassageTask, derived
 from kvpolicy.lab.tasks.prose import PROSE
@@ -85,7 +86,9 @@ class Perplexity:
             ratio_of("perplexity", "perplexity", "Perplexity", _scored, math.exp),
         )
 
-    def begin(self, engine: "Engine", requests: abc.Sequence[EvalRequest]) -> Evaluation:
+    def begin(
+        self, engine: "Engine", requests: abc.Sequence[EvalRequest], shared: Shared
+    ) -> Evaluation:
         """Lead every sequence along its reference."""
         from kvpolicy.engine.engine import Run
 
@@ -183,7 +186,9 @@ class Agreement:
             mean_of(FIRST_DIFFERENCE, "parts after", "Tokens before the first difference"),
         )
 
-    def begin(self, engine: "Engine", requests: abc.Sequence[EvalRequest]) -> Evaluation:
+    def begin(
+        self, engine: "Engine", requests: abc.Sequence[EvalRequest], shared: Shared
+    ) -> Evaluation:
         """Lead every sequence along the full cache's answer."""
         from kvpolicy.engine.engine import Engine, Run
         from kvpolicy.engine.requests.request import Sampling

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from kvpolicy.engine.requests.results import Result
+from kvpolicy.lab.shared import Shared
 from kvpolicy.lab.tasks.derived import DerivedTask, PassageTask, derived
 from kvpolicy.lab.tasks.prose import PROSE
 from kvpolicy.lab.tasks.task import (
@@ -118,7 +119,9 @@ class Repetition:
             mean_of(START, "loop from", "Tokens before the loop"),
         )
 
-    def begin(self, engine: "Engine", requests: abc.Sequence[EvalRequest]) -> Evaluation:
+    def begin(
+        self, engine: "Engine", requests: abc.Sequence[EvalRequest], shared: Shared
+    ) -> Evaluation:
         """Generate greedily."""
         from kvpolicy.engine.requests.request import Sampling
 

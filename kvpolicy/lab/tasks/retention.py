@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from kvpolicy.lab.shared import Shared
 from kvpolicy.lab.tasks.derived import DerivedTask, PassageTask, derived
 from kvpolicy.lab.tasks.held_shares import (
     DISTANCE,
@@ -57,9 +58,11 @@ class Retention:
 
     Layers with a sliding window are compared within their windows.
 
-    The full cache is computed in step with each cell, and its keys and values are kept until the
-    plan's engine has finished the sequence, with the queries of the answer. Weights are computed
-    for a layer and a few queries at a time.
+    The full cache is computed in step with the first plan, and the keys, values and queries of its
+    answers are kept for the others, in the memory of the host; if they take more than
+    `kvpolicy.lab.shared.MOST_BYTES`, they are kept until the plan's engine has finished the
+    sequence, and computed in step with each plan. Weights are computed for a layer and a few
+    queries at a time.
 
     Attributes:
         look_back: What a strong look-back is.
@@ -80,10 +83,16 @@ class Retention:
             mean_of(ERROR, "output error", "Relative error of the attention output"),
         )
 
-    def begin(self, engine: "Engine", requests: abc.Sequence[EvalRequest]) -> Evaluation:
+    def begin(
+        self, engine: "Engine", requests: abc.Sequence[EvalRequest], shared: Shared
+    ) -> Evaluation:
         """Lead every sequence along the full cache's answer."""
         from kvpolicy.engine.requests.request import Sampling
-        from kvpolicy.lab.tasks.held_attention import HeldAttention
+        from kvpolicy.lab.tasks.held_attention import FullRun, HeldAttention
 
         greedy = [attrs.evolve(one.request, sampling=Sampling()) for one in requests]
-        return HeldAttention(engine, greedy, self.look_back)
+        full = shared.get(
+            ("rows of the full cache", engine.num_slots, greedy),
+            lambda: FullRun(engine, greedy, keep_bytes=shared.most_bytes),
+        )
+        return HeldAttention(engine, greedy, self.look_back, full)

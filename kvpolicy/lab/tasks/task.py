@@ -23,6 +23,7 @@ import attrs
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.entry_points import distribution, installed, load_installed, nearest
 from kvpolicy.errors import KVPolicyError, TaskError, refusal_reason
+from kvpolicy.lab.shared import Shared
 from kvpolicy.lab.statistics import Interval, mean, pass_at_1, ratio, within
 from kvpolicy.lab.store.records import Breakdown, Sample
 from kvpolicy.plugin_code import plugin_code
@@ -206,8 +207,16 @@ class Metric(Protocol):
     def runs_code(self) -> bool:
         """Whether code written by a model is executed, which the user has to allow."""
 
-    def begin(self, engine: "Engine", requests: Sequence[EvalRequest]) -> Evaluation:
-        """Set up an evaluation; nothing is computed before its run is iterated over."""
+    def begin(
+        self, engine: "Engine", requests: Sequence[EvalRequest], shared: Shared
+    ) -> Evaluation:
+        """Set up an evaluation; nothing is computed before its run is iterated over.
+
+        Args:
+            engine: The model under the plan of the cell.
+            requests: What is asked.
+            shared: Keeps what is the same for all plans, such as the run of the full cache.
+        """
 
 
 @attrs.frozen
@@ -230,7 +239,9 @@ class Graded:
         """Accuracy: pass@1 where each question has several attempts."""
         return (ACCURACY,)
 
-    def begin(self, engine: "Engine", requests: Sequence[EvalRequest]) -> Evaluation:
+    def begin(
+        self, engine: "Engine", requests: Sequence[EvalRequest], shared: Shared
+    ) -> Evaluation:
         """Generate answers."""
         run = engine.generate([one.request for one in requests])
         return _GradedEvaluation(run, self.grade, [one.example for one in requests])

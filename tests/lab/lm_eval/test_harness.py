@@ -22,6 +22,7 @@ from kvpolicy.errors import KVPolicyError, ModelError, RequestError, TaskError
 from kvpolicy.lab.lm_eval.evaluate import AnswerCache
 from kvpolicy.lab.lm_eval.loglikelihood import Continuation, branches_of
 from kvpolicy.lab.lm_eval.model import PolicyLM, read_settings
+from kvpolicy.lab.shared import Shared
 from kvpolicy.lab.tasks.likelihood import LOSS, Perplexity
 from kvpolicy.lab.tasks.task import EvalRequest, Example, load_task
 from kvpolicy.model.loading import load_model
@@ -334,7 +335,7 @@ def test_likelihoods_under_a_plan_equal_perplexity() -> None:
         EvalRequest(Example(i, a, "", {}, reference=b), Request(a, max_new_tokens=500))
         for i, (a, b) in enumerate(pairs)
     ]
-    trial = Perplexity().begin(Engine(MODEL, TOKENIZER, SMALL), asked)
+    trial = Perplexity().begin(Engine(MODEL, TOKENIZER, SMALL), asked, Shared())
     losses = [trial.outcome(result).values[LOSS] for result in trial.run.results()]
     assert ours == pytest.approx([-loss for loss in losses], abs=CLOSE)
     assert model.costs[""].compactions > 0

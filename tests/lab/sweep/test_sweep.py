@@ -337,7 +337,7 @@ def test_compiling_is_no_part_of_the_speed_of_a_cell(tmp_path: Path) -> None:
     assert timing.throughput_tok_s == 5.0
 
 
-def test_jobs_come_model_after_model_and_the_costliest_cells_first(tmp_path: Path) -> None:
+def test_jobs_come_setting_after_setting_and_the_costliest_cells_first(tmp_path: Path) -> None:
     sweep = built(models=("b", "a"), seeds=(0, 1), budgets=(48, 64))
     executor = Shuffled(0)
     with Store(tmp_path, sweep.to_dict()) as store:
@@ -345,7 +345,10 @@ def test_jobs_come_model_after_model_and_the_costliest_cells_first(tmp_path: Pat
     cells = [sweep.cell(job.cell) for job in executor.jobs]
     models = [sweep.setting_of(cell).model.name for cell in cells]
     assert models == sorted(models, reverse=True)
-    for _, mine in itertools.groupby(cells, lambda cell: sweep.setting_of(cell).model.name):
+    by_setting = itertools.groupby(cells, lambda cell: sweep.setting_of(cell).id)
+    groups = [(name, list(mine)) for name, mine in by_setting]
+    assert len(groups) == len({name for name, _ in groups}) == 4
+    for _, mine in groups:
         costs = [cell.budget or float("inf") for cell in mine]
         assert costs == sorted(costs, reverse=True)
 

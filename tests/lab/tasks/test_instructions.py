@@ -12,6 +12,7 @@ from tokenizer_kinds import KINDS as TOKENIZERS
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.errors import TaskError
+from kvpolicy.lab.shared import Shared
 from kvpolicy.lab.tasks.chat_template import encode, wrap
 from kvpolicy.lab.tasks.instructions import KINDS, NGRAM, Following, follows, leaked
 from kvpolicy.lab.tasks.prose import open_prose
@@ -36,7 +37,7 @@ class Parrot:
 
 def outcome(example: Example, answer: str) -> EvalOutcome:
     request = EvalRequest(example, Request(example.prompt))
-    evaluation = Following().begin(Parrot(answer), [request])  # type: ignore[arg-type]
+    evaluation = Following().begin(Parrot(answer), [request], Shared())  # type: ignore[arg-type]
     (result,) = evaluation.run
     return evaluation.outcome(result)
 

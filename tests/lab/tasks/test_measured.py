@@ -16,6 +16,7 @@ from tokenizer_kinds import KINDS
 from kvpolicy import Engine, Plan, hookimpl
 from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.errors import TaskError
+from kvpolicy.lab.shared import Shared
 from kvpolicy.lab.tasks.likelihood import (
     FIRST_DIFFERENCE,
     KL,
@@ -60,7 +61,7 @@ def measured(
 ) -> list[EvalOutcome]:
     engine = Engine(model or shared_model(), tokenizer, plan, slots=slots)
     asked = [EvalRequest(item, Request(item.prompt, max_new_tokens, Sampling())) for item in items]
-    trial = measure.begin(engine, asked)
+    trial = measure.begin(engine, asked, Shared())
     found = {result.id: trial.outcome(result) for result in trial.run}
     return [found[number] for number in range(len(items))]
 
@@ -200,7 +201,9 @@ def test_a_request_that_fails_is_incorrect_and_not_graded() -> None:
 def test_special_tokens_are_not_scored_after_a_prompt() -> None:
     engine = Engine(tiny_model(vocab=300), r1_tokenizer(), Plan.uniform("full"))
     item = text("abc", "defg")
-    trial = Perplexity().begin(engine, [EvalRequest(item, Request("abc", 60, Sampling()))])
+    trial = Perplexity().begin(
+        engine, [EvalRequest(item, Request("abc", 60, Sampling()))], Shared()
+    )
     (found,) = [trial.outcome(result) for result in trial.run]
     assert found.values[NUM_SCORED] == 4
     assert (
@@ -236,7 +239,7 @@ def test_the_full_cache_is_compiled_where_the_plan_is(
 ) -> None:
     engine = Engine(shared_model(), TOKENIZER, Plan.uniform("full"), slots=2, compile=True)
     asked = [EvalRequest(item, Request(item.prompt, 30)) for item in MIXED[:2]]
-    trial = Agreement().begin(engine, asked)
+    trial = Agreement().begin(engine, asked, Shared())
     compiled, steps = Compiled.__call__, set()
 
     def spy(self: Compiled, call: Callable[..., Any], given: Any) -> Any:

@@ -12,6 +12,7 @@ from tiny import shared_model, tiny_model, tiny_tokenizer
 from kvpolicy import Engine, Plan
 from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.lab.analysis.compare import paired_difference
+from kvpolicy.lab.shared import Shared
 from kvpolicy.lab.statistics import paired_proportions, pass_at_1
 from kvpolicy.lab.tasks.repetition import (
     LOOPS,
@@ -84,7 +85,7 @@ def measured(prompts: Sequence[str], plan: Plan, model: object, num: int) -> lis
         EvalRequest(Example(i, prompt, ""), Request(prompt, num, Sampling(2.0, seed=i)))
         for i, prompt in enumerate(prompts)
     ]
-    trial = Repetition().begin(engine, asked)
+    trial = Repetition().begin(engine, asked, Shared())
     found = {result.id: trial.outcome(result) for result in trial.run}
     return [found[number] for number in range(len(prompts))]
 
@@ -113,7 +114,7 @@ def test_a_stop_token_is_not_part_of_a_loop() -> None:
     assert set(found.result.tokens) == {0}
     assert found.values == {LOOPS: 1, PERIOD: 1, START: 0, REPEATED: pytest.approx(36 / 37)}
     asked = EvalRequest(Example(0, "abc", ""), Request("abc", 40, stop_ids=0, min_new_tokens=20))
-    trial = Repetition().begin(Engine(model, TOKENIZER, Plan.uniform("full")), [asked])
+    trial = Repetition().begin(Engine(model, TOKENIZER, Plan.uniform("full")), [asked], Shared())
     (stopped,) = (trial.outcome(result) for result in trial.run)
     assert stopped.result.tokens == (*[1] * 20, 0)
     assert stopped.values == {LOOPS: 1, PERIOD: 1, START: 0, REPEATED: pytest.approx(16 / 17)}

@@ -1,7 +1,9 @@
 """Retention: against loops over the weights of an eager forward."""
 
+from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 from hybrids import hybrid_model
 from hypothesis import given
@@ -14,6 +16,7 @@ from kvpolicy import Engine, Plan
 from kvpolicy.compat import has_states
 from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.engine.tracing import recording
+from kvpolicy.lab.shared import Shared
 from kvpolicy.lab.tasks import held_shares as source
 from kvpolicy.lab.tasks.held_shares import ERROR, LOOK_BACKS, LOOK_BACKS_HELD, RETAINED, LookBack
 from kvpolicy.lab.tasks.likelihood import MATCH, Agreement
@@ -47,14 +50,21 @@ LOOK_BACK = LookBack(weight=0.08, distance=5)
 METRIC = Retention(LOOK_BACK)
 
 
-def measured(plan: Plan, prompts: list[str], *, model: Any = None, **options: Any) -> Any:
+def measured(
+    plan: Plan,
+    prompts: list[str],
+    *,
+    model: Any = None,
+    shared: Shared | None = None,
+    **options: Any,
+) -> Any:
     engine = Engine(model or shared_model(), TOKENIZER, plan, slots=options.pop("slots", 2))
     num = options.pop("max_new_tokens", 30)
     asked = [
         EvalRequest(Example(i, prompt, ""), Request(prompt, num, Sampling(temperature=1.0)))
         for i, prompt in enumerate(prompts)
     ]
-    trial = METRIC.begin(engine, asked)
+    trial = METRIC.begin(engine, asked, shared or Shared())
     found: dict[int, EvalOutcome] = {one.id: trial.outcome(one) for one in trial.run}
     return [found[number] for number in range(len(prompts))]
 
@@ -185,6 +195,67 @@ def test_queries_of_eager_decode_steps_are_those_of_their_own_tokens() -> None:
     check(found, PLANS["h2o"], model, eager, PROMPTS[0])
 
 
+@attrs.define(eq=False)
+class Watched(Shared):
+    """Counts the runs of the full cache."""
+
+    num_made: int = 0
+
+    def get(self, key: object, make: Callable[[], Any]) -> Any:
+        def counted() -> Any:
+            self.num_made += 1
+            return make()
+
+        return super().get(key, counted)
+
+
+def numbers_of(found: list[EvalOutcome]) -> list[Any]:
+    return [(one.result.tokens, one.values, one.breakdowns) for one in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full attention", "sliding window"])
+def test_plans_that_share_the_run_of_the_full_cache_have_the_numbers_of_each_alone(
+    kind: str,
+) -> None:
+    options: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 16}
+    options["layer_types"] = ["sliding_attention", "full_attention"]
+    model = tiny_model("qwen2", **options) if kind == "sliding window" else shared_model()
+    plans = [PLANS["h2o"], Plan.uniform("full"), PLANS["one layer"]]
+    alone = [numbers_of(measured(plan, PROMPTS, model=model)) for plan in plans]
+    for most, num_made in ((1e9, 1), (20_000.0, 3)):  # 20 kB: more than one of the four
+        shared = Watched(most)
+        found = [numbers_of(measured(one, PROMPTS, model=model, shared=shared)) for one in plans]
+        assert found == alone
+        assert shared.num_made == num_made
+
+
+def test_other_requests_and_other_numbers_of_slots_have_a_run_of_their_own() -> None:
+    shared, plan = Watched(), PLANS["streaming"]
+    for prompts, options in (
+        (PROMPTS[2:], {}),
+        (PROMPTS[2:], {"slots": 1}),
+        (PROMPTS[2:], {"max_new_tokens": 7}),
+        (PROMPTS[:1], {}),
+        (PROMPTS[2:], {}),
+    ):
+        options = {"max_new_tokens": 12} | options
+        alone = numbers_of(measured(plan, prompts, **options))
+        assert numbers_of(measured(plan, prompts, shared=shared, **options)) == alone
+    assert shared.num_made == 4
+
+
+def test_a_run_that_nobody_followed_to_its_end_is_not_shared() -> None:
+    shared, plan = Watched(), PLANS["streaming"]
+    engine = Engine(shared_model(), TOKENIZER, plan, slots=2)
+    asked = [EvalRequest(Example(i, one, ""), Request(one, 30)) for i, one in enumerate(PROMPTS)]
+    trial = METRIC.begin(engine, asked, shared)
+    for _ in range(5):
+        trial.run.step()
+    assert numbers_of(measured(plan, PROMPTS, shared=shared)) == numbers_of(measured(plan, PROMPTS))
+    assert shared.num_made == 2
+
+
 def test_the_answer_is_that_of_the_full_cache() -> None:
     found = measured(PLANS["streaming"], PROMPTS)
     full = Engine(shared_model(), TOKENIZER, Plan.uniform("full"))
@@ -254,7 +325,7 @@ def test_tokens_that_match_are_those_of_agreement() -> None:
     plan = PLANS["streaming"]
     engine = Engine(shared_model(), TOKENIZER, plan, slots=2)
     asked = [EvalRequest(Example(i, one, ""), Request(one, 30)) for i, one in enumerate(PROMPTS)]
-    trial = Agreement().begin(engine, asked)
+    trial = Agreement().begin(engine, asked, Shared())
     agreeing = {one.id: trial.outcome(one).values[MATCH] for one in trial.run}
     assert [one.values[MATCH] for one in measured(plan, PROMPTS)] == [
         pytest.approx(agreeing[i]) for i in range(len(PROMPTS))
