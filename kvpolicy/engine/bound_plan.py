@@ -17,8 +17,17 @@ from kvpolicy.plan.plan import LARGEST_DEFAULT_PREFILL_BUFFER, Plan
 from kvpolicy.plan.resolved import ResolvedPlan
 from kvpolicy.state import Bound
 
-DEFAULT_CHUNK = LARGEST_DEFAULT_PREFILL_BUFFER
 DEFAULT_MAX_TOKENS = 8192  # in one forward
+
+
+def default_chunk(device: torch.device) -> int:
+    """The most prompt tokens of one sequence in one forward, unless an engine is given a number.
+
+    A CPU has enough to do with as many as a plan's default ``prefill_buffer`` takes. Elsewhere the
+    host launches every operation of a layer for each chunk, in a time in which a GPU computes some
+    thousand tokens: what does not evict enters in as few chunks as a forward may have tokens.
+    """
+    return LARGEST_DEFAULT_PREFILL_BUFFER if device.type == "cpu" else DEFAULT_MAX_TOKENS
 
 
 class BoundPlan:
@@ -45,7 +54,7 @@ class BoundPlan:
         tokenizer: Any = None,
         plan: Plan | ResolvedPlan | None = None,
         *,
-        chunk: int = DEFAULT_CHUNK,
+        chunk: int | None = None,
         max_tokens_per_forward: int = DEFAULT_MAX_TOKENS,
         on_hook_error: OnHookError = "raise",
         eager: bool = False,
@@ -57,7 +66,9 @@ class BoundPlan:
             ModelError: If the engine cannot run the model.
             PlanError: If the plan does not fit the model.
         """
-        check_sizes(chunk=chunk, max_tokens_per_forward=max_tokens_per_forward)
+        check_sizes(max_tokens_per_forward=max_tokens_per_forward)
+        if chunk is not None:
+            check_sizes(chunk=chunk)
         if not isinstance(plan, (Plan, ResolvedPlan)):
             given = "no plan" if plan is None else f"{plan!r:.60} for a plan"
             msg = (
@@ -74,7 +85,7 @@ class BoundPlan:
         self.stacks = self.plan.stacks()
         self.scheduling = self.plan.scheduling_stack()
         self.resuming = Resuming(self.adapter, self.plan, self.stacks, tokenizer)
-        self.chunk = chunk
+        self.chunk = default_chunk(adapter.device) if chunk is None else chunk
         self.max_tokens_per_forward = max_tokens_per_forward
         self.extensions = _makers(extensions)
         self.adapter.add_hooks(

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvpolicy.cache.contents import LayerContents
 from kvpolicy.compat import cache_argument, cache_in
-from kvpolicy.engine.bound_plan import DEFAULT_CHUNK, DEFAULT_MAX_TOKENS, BoundPlan
+from kvpolicy.engine.bound_plan import DEFAULT_MAX_TOKENS, BoundPlan
 from kvpolicy.engine.compose import core_of, images_of, slabs_of, snapshots_of
 from kvpolicy.engine.core import Core
 from kvpolicy.engine.extensions.base import Extension, Found
@@ -130,7 +130,7 @@ class PolicyCache(Cache):
         tokenizer: Any = None,
         *,
         max_length: int | None = None,
-        chunk: int = DEFAULT_CHUNK,
+        chunk: int | None = None,
         max_tokens_per_forward: int = DEFAULT_MAX_TOKENS,
         extensions: Iterable[Callable[[], Extension]] = (),
     ) -> None:

@@ -15,6 +15,7 @@ from tiny import FAMILIES, shared_model
 from kvpolicy import Engine, Plan, PolicyCache, Request
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.engine import scheduler
+from kvpolicy.engine.bound_plan import DEFAULT_MAX_TOKENS, default_chunk
 from kvpolicy.model.forward_input import ForwardInput
 
 NUM_LAYERS = 2
@@ -81,6 +82,14 @@ def test_as_many_sequences_as_fit_are_prefilled_together_the_shortest_first() ->
     assert prefill_shapes([6, 2, 3], max_tokens_per_forward=18) == [[6, 2, 3]]
     assert prefill_shapes([9, 2], max_tokens_per_forward=4) == [[2], [4], [4], [1]]
     assert prefill_shapes([9, 2], chunk=3, max_tokens_per_forward=6) == [[3, 2], [3], [3]]
+
+
+def test_one_prompt_may_fill_a_forward_on_a_gpu_and_an_eighth_of_it_on_a_cpu() -> None:
+    assert default_chunk(torch.device("cuda")) == DEFAULT_MAX_TOKENS == 8192
+    assert default_chunk(torch.device("cpu")) == 1024
+    plan = Plan.uniform("full")
+    assert Engine(shared_model(), plan=plan).chunk == 1024
+    assert Engine(shared_model(), plan=plan, chunk=7).chunk == 7
 
 
 def test_forwards_have_few_pads(monkeypatch: pytest.MonkeyPatch) -> None:
