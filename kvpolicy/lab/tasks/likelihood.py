@@ -8,7 +8,7 @@ nothing would be evicted before the end.
 """
 
 import math
-from collections import abc, defaultdict, deque
+from collections import abc, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -168,8 +168,10 @@ class Agreement:
     * ``first_difference``: number of tokens before the first that differs, which is how long
       the plan's own greedy text would be the same; all tokens if none differs.
 
-    The full cache's distributions are computed in step with each cell and not stored, whatever
-    the size of the vocabulary. This holds the rows of as many sequences as there are slots.
+    The full cache's distributions are computed in step with the first plan, and kept for the
+    others, in the memory of the host: for each token 4 bytes for each one of the vocabulary. If all
+    take more than `kvpolicy.lab.shared.MOST_BYTES`, none is kept, and they are computed in step
+    with each plan. This holds the rows of as many sequences as there are slots.
     """
 
     name: str = attrs.field(default="agreement", init=False)
@@ -190,27 +192,23 @@ class Agreement:
         self, engine: "Engine", requests: abc.Sequence[EvalRequest], shared: Shared
     ) -> Evaluation:
         """Lead every sequence along the full cache's answer."""
-        from kvpolicy.engine.engine import Engine, Run
+        from kvpolicy.engine.engine import Run
         from kvpolicy.engine.requests.request import Sampling
-        from kvpolicy.plan.plan import Plan
 
         greedy = [attrs.evolve(one.request, sampling=Sampling()) for one in requests]
-        model, tokenizer = engine.adapter.model, engine.tokenizer
-        full = Engine(model, tokenizer, Plan.full_cache(), slots=engine.num_slots)
-        full.compiled = engine.compiled  # computed alike, and timed by one clock
-        guide = _Guide(full, greedy)
+        full = shared.get(
+            ("distributions of the full cache", engine.num_slots, greedy),
+            lambda: _FullAnswers(engine, greedy, keep_bytes=shared.most_bytes),
+        )
+        guide = _Guide(full)
         return _AgreementEvaluation(Run(engine, greedy, guide.sample), guide)
 
 
 class _Guide:
     """Leads sequences along the greedy answers of the full cache and compares predictions."""
 
-    def __init__(self, full: "Engine", requests: "abc.Sequence[Request]") -> None:
-        from kvpolicy.engine.engine import Run
-
-        # Per sequence, tokens of the full cache with the log-probabilities they came from.
-        self._pending: dict[int, deque[tuple[int, Tensor]]] = defaultdict(deque)
-        self._full = Run(full, requests, self._sample_full)
+    def __init__(self, full: "_FullAnswers") -> None:
+        self._full = full
         self.matches: dict[int, list[bool]] = defaultdict(list)
         self.kl: dict[int, float] = defaultdict(float)
 
@@ -219,7 +217,7 @@ class _Guide:
 
         tokens = []
         for seq, log_probs in zip(sequences, _log_probs(logits), strict=True):
-            token, full_log_probs = self._next(seq.id)
+            token, full_log_probs = self._full.at(seq.id, len(seq.tokens))
             tokens.append(token)
             self.matches[seq.id].append(int(log_probs.argmax()) == token)
             # A token that the full cache rules out (log-probability -inf) contributes 0.
@@ -227,20 +225,69 @@ class _Guide:
             self.kl[seq.id] += float(terms[full_log_probs > -math.inf].sum())
         return teacher_forced(tokens, logits)
 
-    def _next(self, number: int) -> "tuple[int, Tensor]":
-        """The full cache's next token in a sequence; steps its engine as far as needed."""
-        while not self._pending[number]:
-            assert not self._full.done, "both engines end a sequence at the same token"
-            self._full.step()
-        return self._pending[number].popleft()
 
-    def _sample_full(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
+class _FullAnswers:
+    """The greedy answers of the full cache, computed as far as those who follow them need.
+
+    Attributes:
+        num_bytes: Bytes of the distributions that it keeps for those who follow later.
+    """
+
+    def __init__(
+        self, engine: "Engine", requests: "abc.Sequence[Request]", *, keep_bytes: float
+    ) -> None:
+        from kvpolicy.engine.engine import Engine, Run
+        from kvpolicy.plan.plan import Plan
+
+        model, plan = engine.adapter.model, Plan.full_cache()
+        full = Engine(model, engine.tokenizer, plan, slots=engine.num_slots)
+        full.compiled = engine.compiled  # computed alike, and timed by one clock
+        self.num_bytes = 0
+        self._keep_bytes, self._device = keep_bytes, engine.adapter.device
+        # Of each sequence, tokens by place, with the log-probabilities they came from.
+        self._tokens: dict[int, dict[int, tuple[int, Tensor]]] = defaultdict(dict)
+        self._read: set[tuple[int, int]] = set()
+        self._run: Run | None = Run(full, requests, self._sample)
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether another may follow them: all have ended, and all of them are kept."""
+        return self._run is None and self._keeps
+
+    @property
+    def _keeps(self) -> bool:
+        return self.num_bytes <= self._keep_bytes
+
+    def at(self, number: int, place: int) -> "tuple[int, Tensor]":
+        """A token of a sequence and the log-probabilities of all in its place, ``[V]``."""
+        tokens = self._tokens[number]
+        while place not in tokens:
+            assert self._run is not None, "both engines end a sequence at the same token"
+            self._run.step()
+            if self._run.done:
+                self._run = None
+        token, log_probs = tokens[place]
+        self._read.add((number, place))
+        self._release()
+        return token, log_probs.to(self._device)
+
+    def _release(self) -> None:
+        """Forget what was read, if not all can be kept."""
+        if not self._keeps:
+            for number, place in self._read:
+                self._tokens[number].pop(place, None)
+            self._read.clear()
+
+    def _sample(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
         from kvpolicy.engine.sampler import teacher_forced
 
         log_probs = _log_probs(logits)
         tokens = teacher_forced(log_probs.argmax(dim=-1).tolist(), logits)
-        for seq, token, row in zip(sequences, tokens.tolist(), log_probs, strict=True):
-            self._pending[seq.id].append((token, row))
+        self.num_bytes += log_probs.nbytes
+        kept = log_probs.cpu() if self._keeps else log_probs
+        for seq, token, row in zip(sequences, tokens.tolist(), kept, strict=True):
+            self._tokens[seq.id][len(seq.tokens)] = token, row
+        self._release()
         return tokens
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lab_samples import CELLS, sample
+from shared_work import Watched
 from tiny import r1_tokenizer, shared_model, tiny_model, tiny_tokenizer
 from tokenizer_kinds import KINDS
 
@@ -58,10 +59,11 @@ def measured(
     max_new_tokens: int = 60,
     model: Any = None,
     tokenizer: Any = TOKENIZER,
+    shared: Shared | None = None,
 ) -> list[EvalOutcome]:
     engine = Engine(model or shared_model(), tokenizer, plan, slots=slots)
     asked = [EvalRequest(item, Request(item.prompt, max_new_tokens, Sampling())) for item in items]
-    trial = measure.begin(engine, asked, Shared())
+    trial = measure.begin(engine, asked, shared or Shared())
     found = {result.id: trial.outcome(result) for result in trial.run}
     return [found[number] for number in range(len(items))]
 
@@ -231,6 +233,23 @@ def test_the_full_cache_agrees_with_itself() -> None:
         assert one.values[MATCH] == 1
         assert one.values[KL] == pytest.approx(0, abs=1e-6)
         assert one.values[FIRST_DIFFERENCE] == len(one.result.tokens) == 60
+
+
+def test_plans_that_share_distributions_of_the_full_cache_have_the_numbers_of_each_alone() -> None:
+    plans = [Plan.uniform("streaming", budget=6, buffer=2), Plan.uniform("full")]
+
+    def numbers(plan: Plan, shared: Shared) -> list[Any]:
+        options: dict[str, Any] = {"slots": 2, "max_new_tokens": 12, "shared": shared}
+        found = measured(Agreement(), plan, MIXED[:3], **options)
+        return [(one.result.tokens, one.values) for one in found]
+
+    alone = [numbers(plan, Shared()) for plan in plans]
+    assert alone[0] != alone[1]
+    vocabulary = shared_model().config.vocab_size
+    for most, num_made in ((1e9, 1), (20 * 4 * vocabulary, 2), (0, 2)):
+        shared = Watched(most)
+        assert [numbers(plan, shared) for plan in plans] == alone
+        assert shared.num_made == num_made
 
 
 @pytest.mark.nightly

@@ -1,14 +1,13 @@
 """Retention: against loops over the weights of an eager forward."""
 
-from collections.abc import Callable
 from typing import Any
 
-import attrs
 import pytest
 from hybrids import hybrid_model
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_attention import retention_by_hand
+from shared_work import Watched
 from tiny import shared_model, tiny_model, tiny_tokenizer
 from transformers import DynamicCache
 
@@ -193,20 +192,6 @@ def test_queries_of_eager_decode_steps_are_those_of_their_own_tokens() -> None:
     eager = tiny_model(attn_implementation="eager", **options)
     (found,) = measured(PLANS["h2o"], PROMPTS[:1], model=model)
     check(found, PLANS["h2o"], model, eager, PROMPTS[0])
-
-
-@attrs.define(eq=False)
-class Watched(Shared):
-    """Counts the runs of the full cache."""
-
-    num_made: int = 0
-
-    def get(self, key: object, make: Callable[[], Any]) -> Any:
-        def counted() -> Any:
-            self.num_made += 1
-            return make()
-
-        return super().get(key, counted)
 
 
 def numbers_of(found: list[EvalOutcome]) -> list[Any]:
