@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar, cast
 
 import attrs
 
-#: The most bytes that a process keeps of what its cells share.
+#: The most bytes that the processes of one machine keep of what their cells share.
 MOST_BYTES = 4 * 2**30
 
 

@@ -31,6 +31,7 @@ from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.executors.parent import end_with_parent
 from kvpolicy.lab.models import Lengths, ModelCache, ModelInfo
 from kvpolicy.lab.prompt_files.answering import Answered, Answering, Longest, answers
+from kvpolicy.lab.shared import MOST_BYTES
 from kvpolicy.lab.store.session import describe_machine, num_cpus
 from kvpolicy.lab.sweep.grid import Sweep
 from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, run_job
@@ -145,7 +146,9 @@ class LocalExecutor:
         self, sweep: Sweep, name: str, jobs: Sequence[Job], num_workers: int
     ) -> Iterator[Event]:
         """Run the jobs of one model. Nothing but the model cache refers to the model afterwards."""
-        run = partial(run_job, sweep, loaded=self.models.open(name))
+        loaded = self.models.open(name)
+        loaded.shared.most_bytes = MOST_BYTES / num_workers
+        run = partial(run_job, sweep, loaded=loaded)
         if num_workers > 1:
             with WorkerProcesses(run, num_workers) as workers:
                 yield from workers.run_jobs(jobs)

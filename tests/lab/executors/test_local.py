@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,14 @@ import pytest
 from lab_sweeps import BASE, built
 from tiny import tiny_model, tiny_tokenizer
 
+from kvpolicy.lab.executors import local
 from kvpolicy.lab.executors.local import LocalExecutor
-from kvpolicy.lab.models import ModelCache
+from kvpolicy.lab.models import LoadedModel, ModelCache
+from kvpolicy.lab.shared import MOST_BYTES
 from kvpolicy.lab.store.store import Store
-from kvpolicy.lab.sweep.runner import run
+from kvpolicy.lab.sweep.grid import Sweep
+from kvpolicy.lab.sweep.jobs import Job, JobFinished
+from kvpolicy.lab.sweep.runner import remaining_jobs, run
 
 forks = pytest.mark.skipif(sys.platform != "linux", reason="forks its workers")
 
@@ -74,6 +79,22 @@ def test_each_process_compiles_for_itself_and_frees_the_model(tmp_path: Path, wo
         assert sorted(compiled) == sorted(cell.id for cell in sweep.cells), "forked for each model"
     else:
         assert len(compiled) < len(sweep.cells), "a graph serves later cells"
+
+
+@pytest.mark.needs_reasoner
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=forks)])
+def test_processes_divide_the_memory_for_what_their_cells_share(
+    monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    def told(sweep: Sweep, job: Job, loaded: LoadedModel) -> Iterator[JobFinished]:
+        yield JobFinished(job, None, loaded.shared.most_bytes)
+
+    monkeypatch.setattr(local, "run_job", told)
+    sweep = built(models=("a",))
+    models = ModelCache(load=lambda *_, **__: (tiny_model(), tiny_tokenizer()))
+    events = LocalExecutor(models, workers, threads=1).run_jobs(sweep, remaining_jobs(sweep, ()))
+    found = [event.elapsed_s for event in events if isinstance(event, JobFinished)]
+    assert found == [MOST_BYTES / workers] * len(sweep.cells)
 
 
 def test_a_loaded_model_is_not_loaded_again() -> None:
