@@ -98,5 +98,10 @@ def test_logits_are_read_only_after_all_threads_have_stored_them(kernels) -> Non
     """Between the last store of attention and the first load of what accumulates."""
     order = " ".join(kernels["attend alone with sums"]["accesses"])
     assert re.search(
-        r"st\.global( bar\.sync)+( ld\.global)+( bar\.sync| ld\.global)* st\.global$", order
+        r"st\.global( bar\.sync)+( ld\.global)+( bar\.sync| ld\.global)*( st\.global)+$", order
     )
+
+
+def test_rotations_round_each_product(kernels) -> None:
+    """As models do: a product that is added to another one unrounded gives other keys."""
+    assert kernels["rotate"]["fused"] == 0

@@ -48,7 +48,7 @@ def rows_of(
 
 def block_of(form: dict[str, int]) -> int:
     """Rows that are attended to at once."""
-    return 32 if form["KEY_BITS"] or form["VALUE_BITS"] else 64
+    return 32 if 4 in (form["KEY_BITS"], form["VALUE_BITS"]) else 64
 
 
 PLAIN_ROWS = rows_of(0, 0)
@@ -56,7 +56,7 @@ SHAPE = {"CAPACITY": 1152, "HEADS": 8, "RAGGED": False}
 SEGMENTS = {**SHAPE, "RAGGED": True}
 GROUP = {"GROUP": 4, "GROUP_BLOCK": 16}
 VALUES = {"VALUE_DIM": 128, "VALUE_DIM_BLOCK": 128}
-CHUNKS = {"CHUNKS": 3, "CHUNK": 384, "BLOCK": 64}
+CHUNKS = {"CHUNKS": 3, "CHUNK": 384, "BLOCK": 64, "ACCUMULATED": 512}
 POOL_CHUNKS = CHUNKS | {"CHUNKS": 24}
 APPEND = {
     "CAPACITY": 1152,
@@ -75,7 +75,7 @@ SUMS = NO_TRACKS | {"SUMS": True}
 EVERY_TRACK = {"SINKS": True, **dict.fromkeys(TRACKS, True)}
 GEMMA = {"SOFTCAP": 50.0, "SLIDING_WINDOW": 1024, "TENSOR_CORES": True}
 PLAIN = {"SOFTCAP": 0.0, "SLIDING_WINDOW": 0, "TENSOR_CORES": True}
-ONE_CHUNK = CHUNKS | {"CHUNKS": 1, "CHUNK": 1152}
+ONE_CHUNK = CHUNKS | {"CHUNKS": 1, "CHUNK": 1152, "ACCUMULATED": 1024}
 
 ROW = {"SIZE": 4096, "BLOCK": 4096}
 HEADS = {"QUERY_HEADS": 32, "KEY_HEADS": 8, "DIM": 128, "HALF_BLOCK": 64}
@@ -160,6 +160,8 @@ KERNELS = {
     "rotate after norms": (fused._rotate, {**HEADS, "NORM": True}),
     "gate": (fused._gate, {"SIZE": 12288, "BLOCK": 1024}),
 }
+# Those whose products are rounded before they are added.
+ROUNDED = (fused._rotate,)
 WARPS = {
     "norm": 8,
     "norm of a sum": 8,
@@ -195,7 +197,7 @@ def compiled(kernel, constants: dict, warps: int) -> dict:
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs=aligned,
     )
-    options = {"num_warps": warps, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "enable_fp_fusion": kernel not in ROUNDED}
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return {
         "kernel": kernel.fn.__name__,
@@ -204,6 +206,7 @@ def compiled(kernel, constants: dict, warps: int) -> dict:
         "shared": built.metadata.shared,
         **resources(built.asm["cubin"]),
         "tensor_cores": len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async)", built.asm["ptx"])),
+        "fused": len(re.findall(r"\bfma\.", built.asm["ptx"])),
         "single_bytes": len(re.findall(r"\bld\.global\.[bus]8\b", built.asm["ptx"])),
         "accesses": re.findall(r"\b(?:ld\.global|st\.global|bar\.sync)\b", built.asm["ptx"]),
     }

@@ -25,15 +25,18 @@ from kvpolicy.attention.triton_backend.rows import num_held, segment
 from kvpolicy.attention.triton_backend.stored_rows import (
     forms_of,
     put_exact,
+    read_codes,
     read_rows,
     strides_of,
 )
 from kvpolicy.triton_common import dot, power_of_2, row_start, row_strides
 
 _TENSOR_CORE_SIZE = 16  # `tl.dot` takes no smaller matrices
-# Rows in integers that are attended to at once: they fill registers, of which three programs are to
-# find enough on a multiprocessor.
-_BLOCK_OF_INTEGERS = 32
+# Rows with 4 bits that are attended to at once: as numbers they fill registers, of which three
+# programs are to find enough on a multiprocessor.
+_BLOCK_OF_4_BITS = 32
+# Rows that are updated at once with what they accumulate.
+_ACCUMULATED = 1024
 
 
 @triton.jit
@@ -96,6 +99,7 @@ def _attend_chunk(
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    ACCUMULATED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
     TENSOR_CORES: tl.constexpr,
@@ -109,6 +113,9 @@ def _attend_chunk(
     """Online softmax of one group of query heads over one chunk of rows of one slot."""
     EXACT: tl.constexpr = KEY_EXACT if KEY_EXACT > VALUE_EXACT else VALUE_EXACT
     KEEP_LOGITS: tl.constexpr = SUMS or SQUARES or SQUARES_LOGIT or SQUARES_LOGIT2
+    # Rows whose integers are multiplied as they are, and the products scaled.
+    KEY_CODES: tl.constexpr = TENSOR_CORES and KEY_BITS == 8 and KEY_EXACT == 0
+    VALUE_CODES: tl.constexpr = TENSOR_CORES and VALUE_BITS == 8 and VALUE_EXACT == 0
     slot, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     held = num_held(rows, slot, head, live, rows_slot, CAPACITY)
     place, before = head, 0  # the head of a row in the slab, and the rows there before its first
@@ -133,6 +140,8 @@ def _attend_chunk(
             other=0.0,
         )
         kind: tl.constexpr = query.dtype.element_ty  # of numbers that integers stand for
+        if KEY_CODES:
+            query_sum = tl.sum(q.to(tl.float32), 1)
         if SLIDING_WINDOW > 0:
             oldest = tl.load(seq_len + slot) - SLIDING_WINDOW
         if EXACT > 0:
@@ -150,7 +159,10 @@ def _attend_chunk(
                 )
                 seen = seen & (tl.load(positions + at, mask=is_row, other=-1) > oldest)
             at = row_start(slot, place, before + row, keys_slot, keys_head, keys_row) * KEY_UNIT
-            k = read_rows(keys, at, is_row, kind, DIM, DIM_BLOCK, KEY_BITS, KEY_SIZE)
+            if KEY_CODES:
+                k, step, middle = read_codes(keys, at, is_row, kind, DIM, DIM_BLOCK, KEY_UNIT)
+            else:
+                k = read_rows(keys, at, is_row, kind, DIM, DIM_BLOCK, KEY_BITS, KEY_SIZE, KEY_UNIT)
             if EXACT > 0:  # positions rise, so that they are among the last rows
                 is_near = is_row & (row >= held - EXACT)
                 at = row_start(
@@ -163,6 +175,8 @@ def _attend_chunk(
                 x = dot(q, tl.trans(k))
             else:
                 x = tl.sum(q.to(tl.float32)[:, None, :] * k.to(tl.float32)[None, :, :], 2)
+            if KEY_CODES:
+                x = x * step[None, :] + query_sum[:, None] * middle[None, :]
             x = x * scaling
             if SOFTCAP > 0:  # softcap * tanh(x / softcap)
                 x = SOFTCAP * (2 * tl.sigmoid(2 * x / SOFTCAP) - 1)
@@ -180,15 +194,24 @@ def _attend_chunk(
             fade = tl.exp(top - shift)
             total = total * fade + tl.sum(p, 1)
             at = row_start(slot, place, before + row, values_slot, values_head, values_row)
-            v = read_rows(
-                values, at * VALUE_UNIT, is_row, kind,
-                VALUE_DIM, VALUE_DIM_BLOCK, VALUE_BITS, VALUE_SIZE,
-            )  # fmt: skip
+            at *= VALUE_UNIT
+            if VALUE_CODES:
+                v, step, middle = read_codes(
+                    values, at, is_row, kind, VALUE_DIM, VALUE_DIM_BLOCK, VALUE_UNIT
+                )
+            else:
+                v = read_rows(
+                    values, at, is_row, kind,
+                    VALUE_DIM, VALUE_DIM_BLOCK, VALUE_BITS, VALUE_SIZE, VALUE_UNIT,
+                )  # fmt: skip
             if EXACT > 0:
                 v = put_exact(
                     v, value_ring, position, is_near, VALUE_DIM, VALUE_DIM_BLOCK, VALUE_EXACT
                 )
-            if TENSOR_CORES:
+            if VALUE_CODES:
+                of_middles = tl.sum(p * middle[None, :], 1)
+                added = dot((p * step[None, :]).to(v.dtype), v) + of_middles[:, None]
+            elif TENSOR_CORES:
                 added = dot(p.to(v.dtype), v)
             else:
                 added = tl.sum(p[:, :, None] * v.to(tl.float32)[None, :, :], 1)
@@ -212,35 +235,34 @@ def _attend_chunk(
         tl.store(out + at, output, mask=is_head[:, None] & (v_d < VALUE_DIM)[None, :])
         if KEEP_LOGITS:
             tl.debug_barrier()  # other threads have stored the logits
-            for first in range(start, stop, BLOCK):
-                row = first + tl.arange(0, BLOCK)
-                _accumulate(
-                    logits,
-                    sums,
-                    squares,
-                    squares_logit,
-                    squares_logit2,
-                    shift,
-                    total,
-                    slot,
-                    head,
-                    place,
-                    before,
-                    row,
-                    row < stop,
-                    track_slot,
-                    track_head,
-                    track_row,
-                    HEADS,
-                    GROUP,
-                    GROUP_BLOCK,
-                    CAPACITY,
-                    SUMS,
-                    SQUARES,
-                    SQUARES_LOGIT,
-                    SQUARES_LOGIT2,
-                    RAGGED,
-                )
+            _accumulate(
+                logits,
+                sums,
+                squares,
+                squares_logit,
+                squares_logit2,
+                shift,
+                total,
+                slot,
+                head,
+                place,
+                before,
+                start,
+                stop,
+                track_slot,
+                track_head,
+                track_row,
+                HEADS,
+                GROUP,
+                GROUP_BLOCK,
+                CAPACITY,
+                ACCUMULATED,
+                SUMS,
+                SQUARES,
+                SQUARES_LOGIT,
+                SQUARES_LOGIT2,
+                RAGGED,
+            )
 
 
 @triton.jit
@@ -284,6 +306,7 @@ def _join_chunks(
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    ACCUMULATED: tl.constexpr,
     SINKS: tl.constexpr,
     SUMS: tl.constexpr,
     SQUARES: tl.constexpr,
@@ -329,36 +352,34 @@ def _join_chunks(
         output = (output / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + at, output, mask=is_head[:, None] & is_dim[None, :])
     if SUMS or SQUARES or SQUARES_LOGIT or SQUARES_LOGIT2:
-        stop = tl.minimum((chunk + 1) * CHUNK, held)
-        for first in range(chunk * CHUNK, stop, BLOCK):
-            row = first + tl.arange(0, BLOCK)
-            _accumulate(
-                logits,
-                sums,
-                squares,
-                squares_logit,
-                squares_logit2,
-                shift,
-                total,
-                slot,
-                head,
-                place,
-                before,
-                row,
-                row < stop,
-                track_slot,
-                track_head,
-                track_row,
-                HEADS,
-                GROUP,
-                GROUP_BLOCK,
-                CAPACITY,
-                SUMS,
-                SQUARES,
-                SQUARES_LOGIT,
-                SQUARES_LOGIT2,
-                RAGGED,
-            )
+        _accumulate(
+            logits,
+            sums,
+            squares,
+            squares_logit,
+            squares_logit2,
+            shift,
+            total,
+            slot,
+            head,
+            place,
+            before,
+            chunk * CHUNK,
+            tl.minimum((chunk + 1) * CHUNK, held),
+            track_slot,
+            track_head,
+            track_row,
+            HEADS,
+            GROUP,
+            GROUP_BLOCK,
+            CAPACITY,
+            ACCUMULATED,
+            SUMS,
+            SQUARES,
+            SQUARES_LOGIT,
+            SQUARES_LOGIT2,
+            RAGGED,
+        )
 
 
 @triton.jit
@@ -374,8 +395,8 @@ def _accumulate(
     head,
     place,
     before,
-    row,
-    is_row,
+    start,
+    stop,
     track_slot,
     track_head,
     track_row,
@@ -383,42 +404,55 @@ def _accumulate(
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,
+    ROWS: tl.constexpr,
     SUMS: tl.constexpr,
     SQUARES: tl.constexpr,
     SQUARES_LOGIT: tl.constexpr,
     SQUARES_LOGIT2: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Update what a block of rows accumulates, from logits that were kept."""
+    """Update what rows accumulate, from logits that were kept.
+
+    Many rows at a time and one query head after the other: a program waits for memory a few times,
+    and not once for each block that it attends to.
+    """
     g = tl.arange(0, GROUP_BLOCK)
-    is_head = g < GROUP
     entry = (slot * HEADS + head).to(tl.int64)
-    at_logit = (entry * GROUP + g)[:, None] * CAPACITY + row[None, :]
-    if RAGGED:
-        of_slot = slot.to(tl.int64) * GROUP + g
-        at_logit = of_slot[:, None] * (HEADS * CAPACITY) + before + row[None, :]
-    x = tl.load(
-        logits + at_logit,
-        mask=is_head[:, None] & is_row[None, :],
-        other=float("-inf"),
-    )
-    weights = tl.exp(x - shift[:, None]) / total[:, None]
-    x = tl.where(x == float("-inf"), 0.0, x)  # 0 * -inf would be NaN
-    at = row_start(slot, place, before + row, track_slot, track_head, track_row)
-    if SUMS:
-        _add(sums + at, weights, is_row)
-    if SQUARES:
-        _add(squares + at, weights * weights, is_row)
-    if SQUARES_LOGIT:
-        _add(squares_logit + at, weights * weights * x, is_row)
-    if SQUARES_LOGIT2:
-        _add(squares_logit2 + at, weights * weights * x * x, is_row)
+    for first in range(start, stop, ROWS):
+        row = first + tl.arange(0, ROWS)
+        is_row = row < stop
+        received = tl.zeros((ROWS,), tl.float32)
+        of_squares = tl.zeros((ROWS,), tl.float32)
+        of_logit = tl.zeros((ROWS,), tl.float32)
+        of_logit2 = tl.zeros((ROWS,), tl.float32)
+        for i in tl.static_range(GROUP):
+            its_shift = tl.sum(tl.where(g == i, shift, 0.0), 0)
+            its_total = tl.sum(tl.where(g == i, total, 0.0), 0)
+            at = (entry * GROUP + i) * CAPACITY + row
+            if RAGGED:
+                at = (slot.to(tl.int64) * GROUP + i) * (HEADS * CAPACITY) + before + row
+            x = tl.load(logits + at, mask=is_row, other=float("-inf"))
+            weight = tl.exp(x - its_shift) / its_total
+            x = tl.where(x == float("-inf"), 0.0, x)  # 0 * -inf would be NaN
+            received += weight
+            of_squares += weight * weight
+            of_logit += weight * weight * x
+            of_logit2 += weight * weight * x * x
+        at = row_start(slot, place, before + row, track_slot, track_head, track_row)
+        if SUMS:
+            _add(sums + at, received, is_row)
+        if SQUARES:
+            _add(squares + at, of_squares, is_row)
+        if SQUARES_LOGIT:
+            _add(squares_logit + at, of_logit, is_row)
+        if SQUARES_LOGIT2:
+            _add(squares_logit2 + at, of_logit2, is_row)
 
 
 @triton.jit
 def _add(track, received, is_row):
-    """Add what rows receive from the heads of a group to a track."""
-    tl.store(track, tl.load(track, mask=is_row) + tl.sum(received, 0), mask=is_row)
+    """Add what rows receive to a track."""
+    tl.store(track, tl.load(track, mask=is_row) + received, mask=is_row)
 
 
 def attend(
@@ -488,7 +522,8 @@ def attend(
         "CAPACITY": capacity,
         "CHUNKS": count,
         "CHUNK": length,
-        "BLOCK": BLOCK if layer.is_plain else _BLOCK_OF_INTEGERS,
+        "BLOCK": _BLOCK_OF_4_BITS if 4 in (layer.key_bits, layer.value_bits) else BLOCK,
+        "ACCUMULATED": min(power_of_2(length), _ACCUMULATED),
         "SINKS": sinks is not None,
         **{name.removeprefix("attn_").upper(): name in accumulated for name in ACCUMULATORS},
         "RAGGED": bounds is not None,

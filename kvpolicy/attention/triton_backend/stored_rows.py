@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpolicy.attention.base import DecodeLayer
 from kvpolicy.attention.integers import group_size
-from kvpolicy.triton_common import power_of_2, rounded, row_strides
+from kvpolicy.triton_common import INTERPRETED, power_of_2, rounded, row_strides
 
 _ROUNDING = tl.constexpr(2**-8)  # see `kvpolicy.attention.integers`
 _TINY = tl.constexpr(2**-126)
@@ -137,6 +137,7 @@ def read_rows(
     DIM_BLOCK: tl.constexpr,
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """A block of rows as numbers, ``[BLOCK, DIM_BLOCK]``, 0 where there is none.
 
@@ -149,6 +150,7 @@ def read_rows(
         DIM_BLOCK: See there.
         BITS: See there.
         SIZE: See there.
+        UNIT: Bytes of which a row has a multiple.
     """
     d = tl.arange(0, DIM_BLOCK)
     stored = is_row[:, None] & (d < DIM)[None, :]
@@ -164,14 +166,88 @@ def read_rows(
             upper = (d // (SIZE // 2) % 2)[None, :]
             code = tl.where(upper == 0, code & 15, code >> 4)
         g = tl.arange(0, GROUPS)
-        scales = slab + at[:, None] + (DIM * BITS // 8 + 4 * g)[None, :]
-        scales = scales.to(tl.pointer_type(tl.uint16), bitcast=True)
+        CODES: tl.constexpr = DIM * BITS // 8
+        scales = slab + at[:, None] + (CODES + 4 * g)[None, :]
         is_group = is_row[:, None] & (g * SIZE < DIM)[None, :]
-        step = _from_bf16(tl.load(scales, mask=is_group, other=0))
-        least = _from_bf16(tl.load(scales + 1, mask=is_group, other=0))
+        step, least = _step_and_least(scales, is_group, UNIT % 4 == 0 and CODES % 4 == 0)
         step, least = _of_channels(step, DIM_BLOCK), _of_channels(least, DIM_BLOCK)
         rows = rounded(least + step * code.to(tl.float32), kind).to(kind)
     return rows
+
+
+@triton.jit
+def read_codes(
+    slab,
+    at,
+    is_row,
+    kind: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """A block of rows in 8 bits, for products that are scaled afterwards.
+
+    A channel is ``middle + step * code``, with codes from -128 to 127, which 16 bits hold exactly.
+
+    Returns:
+        Codes of precision ``kind``, ``[BLOCK, DIM_BLOCK]``; steps and middles in fp32, ``[BLOCK]``,
+        0 where there is no row.
+    """
+    d = tl.arange(0, DIM_BLOCK)
+    code = tl.load(
+        slab + at[:, None] + d[None, :], mask=is_row[:, None] & (d < DIM)[None, :], other=0
+    )
+    step, least = _step_and_least(slab + at + DIM, is_row, UNIT % 4 == 0 and DIM % 4 == 0)
+    return _centred(code, kind), step, least + 128 * step
+
+
+@triton.jit
+def _step_and_least(scales, mask, TOGETHER: tl.constexpr):
+    """Steps and least numbers of groups in fp32, 0 where there is none.
+
+    Loads of 4 bytes are done ahead of their use; those of 2 bytes are waited for.
+    """
+    if TOGETHER:
+        both = tl.load(scales.to(tl.pointer_type(tl.uint32), bitcast=True), mask=mask, other=0)
+        step, least = both & 0xFFFF, both >> 16
+    else:
+        halves = scales.to(tl.pointer_type(tl.uint16), bitcast=True)
+        step = tl.load(halves, mask=mask, other=0)
+        least = tl.load(halves + 1, mask=mask, other=0)
+    return _from_bf16(step), _from_bf16(least)
+
+
+@triton.jit
+def _centred(code, kind: tl.constexpr):
+    """Bytes less 128, in 16 bits."""
+    if INTERPRETED or kind != tl.bfloat16:
+        centred = (code.to(tl.float32) - 128).to(kind)
+    else:
+        # Four bytes at a time, without a conversion: 0x4300 with the lower 7 bits of a byte is 128
+        # more than these, and 128 or 256 is taken away. Declared impure, it is not moved behind the
+        # rearrangement for tensor cores, where a thread would read single bytes.
+        centred = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 low, high, from, less, one;
+            mov.b32 one, 0x3f803f80;
+            prmt.b32 low, $2, 0, 0x4140;
+            prmt.b32 high, $2, 0, 0x4342;
+            lop3.b32 from, low, 0x007f007f, 0x43004300, 0xea;
+            lop3.b32 less, low, 0x00800080, 0xc300c300, 0xae;
+            fma.rn.bf16x2 $0, from, one, less;
+            lop3.b32 from, high, 0x007f007f, 0x43004300, 0xea;
+            lop3.b32 less, high, 0x00800080, 0xc300c300, 0xae;
+            fma.rn.bf16x2 $1, from, one, less;
+            }
+            """,
+            "=r,=r,r",
+            [code],
+            dtype=tl.bfloat16,
+            is_pure=False,
+            pack=4,
+        )
+    return centred
 
 
 @triton.jit
