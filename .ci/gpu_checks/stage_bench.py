@@ -12,7 +12,7 @@ import stage_report
 from stage_report import Report
 
 MINUTES = {"cuda": 4, "cpu": 15}
-BATCHES = "32,1,256,128"
+BATCHES = "32,1,128,256"
 # The default plans, of which one is the full cache in 8 bits, and another one.
 PLANS = ["--preset", "baselines", "--plan", str(Path(__file__).parent / "h2o-int8.toml")]
 

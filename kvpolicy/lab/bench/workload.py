@@ -15,7 +15,7 @@ class Decode:
     Attributes:
         batch: Sequences decoded together.
         held: Tokens that each sequence has; a contender with a budget holds fewer rows.
-        steps: Steps to measure, at least 1. One more before them warms up.
+        steps: Steps to measure, at least 1. Some more before them warm up.
         seed: Random seed for tokens and rows.
         label: Name in tables, where the number of tokens does not tell workloads apart.
         compacts_all: Whether so many steps are measured that every sequence is compacted; if not,

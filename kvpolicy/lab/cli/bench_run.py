@@ -57,8 +57,7 @@ def _workloads_of_gpu(
 
     fixed = [at(batch) for batch in batches]
     brought_in = [Prefill(num, seed=seed) for num in prompts]
-    first: list[Workload] = [*fixed[:1], *brought_in[:1], *fixed[1:2], *brought_in[1:]]
-    return [*first, at(1, LARGEST), *fixed[2:]]
+    return [*fixed[:1], *brought_in[:1], *fixed[1:], *brought_in[1:], at(1, LARGEST)]
 
 
 @contextmanager

@@ -20,9 +20,11 @@ from kvpolicy.lab.bench.contenders.contender import (
     PRODUCTS_ALONE,
     Contender,
 )
+from kvpolicy.lab.bench.operating_points.largest_batch import LARGEST
 from kvpolicy.lab.bench.roofline import Machine
 from kvpolicy.lab.bench.rounds.turns import Turn, measure
 from kvpolicy.lab.bench.workload import Prefill, Text
+from kvpolicy.lab.cli.bench_run import workloads_of
 
 pytestmark = pytest.mark.usefixtures("little_work_for_the_limit")
 
@@ -394,6 +396,14 @@ def test_what_there_is_no_time_for_is_left_out_and_measured_later(
     assert {one["work"] for one in turns_in(Path("here"))} == set(GPU_WORKS)
     assert again.json["missing"] == []
     assert len(measures_nothing) == len(turns_in(Path("here")))
+
+
+def test_batches_come_before_long_prompts_and_the_largest_batch_is_last() -> None:
+    sizes = {"batch": 8, "lengths": [40], "steps": 2, "prefill": [4, 8, 16], "batches": [5, 3, 2]}
+    names = [work.name for work in workloads_of("gpu", sizes, 0)]
+    prompts = ["prompt of 4", "prompt of 8", "prompt of 16"]
+    batches = ["batch 5", "batch 3", "batch 2"]
+    assert names == [batches[0], prompts[0], *batches[1:], *prompts[1:], LARGEST]
 
 
 @pytest.mark.usefixtures("measures_nothing")

@@ -24,6 +24,9 @@ from kvpolicy.lab.sweep.grid import Cell
 
 _PROMPT = 4  # tokens that are prefilled before a cache is filled
 _WARM = 2  # tokens of a text after its prompt and one decode step
+# Steps over a filled cache before those that are measured: the first fills a sequence up, the
+# second compacts it, and tokens that are read behind the device follow in the third.
+_SETTLING = 3
 _ANY_BATCH = sys.maxsize  # slots: a run has as many as requests
 
 
@@ -52,7 +55,8 @@ def engine_under(
 
     def decode(work: Decode) -> Measurement:
         run = filled_run(engine, work, steps=_room(engine, work))
-        run.step()
+        for _ in range(_SETTLING):
+            run.step()
         before = run.report
         measured = _measure_steps(run, lambda taken: taken >= work.steps)
         after = run.report
@@ -143,10 +147,10 @@ def warm_up(run: Run) -> None:
 
 
 def _room(engine: Engine, work: Decode) -> int:
-    """Steps for which there must be room: some are taken together, others profiled twice."""
+    """Steps for which there must be room: some are read behind others, some profiled twice."""
     together = engine.steps_per_read
     profiled = 2 * (work.profiled + together) if work.profiled else 0
-    return work.steps + 2 * together + profiled
+    return _SETTLING + work.steps + 2 * together + profiled
 
 
 def _take_steps(run: Run, least: int) -> int:
@@ -177,7 +181,8 @@ def _measure_steps(run: Run, ends: Callable[[int], bool]) -> dict[str, Any]:
     """Take steps until the end: their seconds, compactions, and the bytes that they attend to.
 
     Where the engine reads tokens after the next step is launched, reading them is the wait for the
-    device, and a step lasts from one reading to the next: another wait would be a gap.
+    device, and a step lasts from one reading to the next: another wait would be a gap. So the step
+    before has ended with a reading.
     """
     device, cache = run.engine.adapter.device, run.cache
     row_bytes = [layer.row_bytes for layer in cache.layers]
@@ -185,7 +190,7 @@ def _measure_steps(run: Run, ends: Callable[[int], bool]) -> dict[str, Any]:
     compacted: list[int] = []
     attended: list[int] = []
     reads_behind = run.engine.steps_per_read > 1
-    ended = synchronized_time(device)
+    ended = time.perf_counter()
     while not ends(len(steps_s)):
         num_active, before = len(run.active), run.report.compactions
         start = ended if reads_behind else synchronized_time(device)

@@ -38,8 +38,10 @@ def fill_run(run: Run, held: int, *, seed: int = 0) -> None:
     """Let the texts of a run have ``held`` tokens, as if each had been prefilled and decoded.
 
     Layers with a budget hold it and a part of their buffer, another part in each slot, as after
-    a long time of requests that arrive one by one: compactions are spread evenly. If the rows of
-    prompts stay, they hold those of the prompts that have been prefilled, too.
+    a long time of requests that arrive one by one: compactions are spread evenly. The last slot
+    lacks one row, so that the second step from here compacts it: whoever measures steps need not
+    take a whole buffer of them before one has compacted. If the rows of prompts stay, they hold
+    those of the prompts that have been prefilled, too.
 
     Args:
         run: A run whose prompts are all in, with texts that may become so long.
@@ -60,7 +62,10 @@ def fill_run(run: Run, held: int, *, seed: int = 0) -> None:
         rows = {
             seq.slot: min(
                 _rows_in_steady_state(
-                    layer, held, number / len(active), int(cache.prompt_rows[layer_idx, seq.slot])
+                    layer,
+                    held,
+                    (len(active) - 1 - number) * layer.buffer // len(active),
+                    int(cache.prompt_rows[layer_idx, seq.slot]),
                 ),
                 most,
             )
@@ -70,10 +75,11 @@ def fill_run(run: Run, held: int, *, seed: int = 0) -> None:
         _fill_layer(cache, layer_idx, rows, held, num_kept, seed)
 
 
-def _rows_in_steady_state(layer: LayerPlan, held: int, part: float, prompt_rows: int) -> int:
+def _rows_in_steady_state(layer: LayerPlan, held: int, later: int, prompt_rows: int) -> int:
+    """Rows of a slot that is full so many steps after the slot that is full first."""
     if layer.budget is None or not layer.bounded:
         return held
-    return min(held, prompt_rows + layer.budget + int(part * layer.buffer))
+    return min(held, prompt_rows + layer.budget + layer.buffer - 1 - later)
 
 
 def _fill_layer(

@@ -22,7 +22,7 @@ _LAUNCHES, _LAUNCH_S, _CHUNK = 60, 1e-5, 128
 # An engine is made, a step captured; and a cache is filled with random rows, one copy for each
 # sequence and layer, at a share of the memory's speed.
 _SETUP_S, _COPIES, _FILL_SHARE = 1.0, 8, 0.1
-_WARM_UPS = 3  # steps that are not measured
+_WARM_UPS = 6  # steps that are not measured
 _PREFILLS = 2  # of a prompt
 
 

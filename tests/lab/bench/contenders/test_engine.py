@@ -1,6 +1,7 @@
 """The engine does the work that is reported: rows read, compactions, bytes."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ from bench_parts import HEAD_DIM, HEADS, IN_FP32, LAYERS, ROW, cell
 from tiny import tiny_model
 
 from kvpolicy import Engine
+from kvpolicy.engine.engine import Run
+from kvpolicy.engine.requests.results import Events
 from kvpolicy.lab.bench.contenders.engine import engine_under
 from kvpolicy.lab.bench.workload import Decode, Text
 
@@ -53,7 +56,7 @@ def test_the_engine_decodes_over_a_filled_cache(stack: str) -> None:
     done = contender.run(Decode(batch, held, steps=1))
     if stack == "full":
         assert (done.compactions, len(done.steps_s)) == (0, 1)
-        assert done.read_bytes == batch * ROW * (held + 2), "the warm-up's row and its own"
+        assert done.read_bytes == batch * ROW * (held + 4), "three rows of the warm-up, its own"
         return
     assert len(done.steps_s) == contender.period == buffer
     assert done.compactions == batch * LAYERS
@@ -61,6 +64,34 @@ def test_the_engine_decodes_over_a_filled_cache(stack: str) -> None:
     assert 0 < done.policy_share < 1
     # Every sequence passes through all numbers of rows, whatever it began with.
     assert done.read_bytes == batch * ROW * np.mean(np.arange(budget + 1, budget + buffer + 1))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 6, 9])
+def test_measured_steps_follow_a_compaction_and_last_from_one_reading_to_the_next(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: what compiles kernels is over, and every interval has a step of its own."""
+    module = "kvpolicy.lab.bench.contenders.engine"
+    num_read, compactions, real = 0, 0, Run.step
+
+    def step(run: Run) -> Events:
+        nonlocal num_read, compactions
+        events = real(run)
+        num_read += len(events.tokens)
+        compactions = run.report.compactions
+        return events
+
+    monkeypatch.setattr(Run, "step", step)
+    monkeypatch.setattr(f"{module}.Engine", partial(Engine, steps_per_read=2))
+    # A second passes whenever the tokens of a step are read, and at no other time.
+    clock = SimpleNamespace(perf_counter=lambda: num_read / batch)
+    monkeypatch.setattr(f"{module}.time", clock)
+    buffer = 6
+    contender = engine_under(tiny_model(), cell("h2o", 16, buffer))
+    done = contender.run(Decode(batch, 100, steps=12, compacts_all=False))
+    assert done.steps_s == (1,) * 12
+    assert done.compactions == 12 * batch * LAYERS / buffer
+    assert compactions - done.compactions >= LAYERS, "one before"
 
 
 def test_some_steps_are_profiled_after_those_that_are_measured() -> None:

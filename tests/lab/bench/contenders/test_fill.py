@@ -25,7 +25,7 @@ def test_a_filled_run_holds_what_it_would_in_a_steady_state(
     for layer_idx, layer in enumerate(cache.layers):
         for slot in range(slots):
             num = int(cache.rows[layer_idx, slot])
-            most = budget + slot * buffer // slots
+            most = budget + buffer - 1 - (slots - 1 - slot) * buffer // slots
             assert num == (held if stack == "full" else min(held, most))
             positions = layer.positions[slot]
             assert (positions[:, :num].diff(dim=-1) > 0).all(), "rising"
