@@ -16,7 +16,7 @@ ROOT = FOLDER.parents[1]
 
 # Seconds after which a stage is ended, and what it has printed and written until then stays. All
 # together take less than the ten minutes for which a machine may be lent.
-STAGES = {"versions": 60, "tests": 140, "tokens": 120, "bench": 260}
+STAGES = {"versions": 60, "tests": 110, "tokens": 150, "bench": 260}
 
 # A rehearsal is bounded, too, but a loaded processor is no reason to fail.
 REHEARSED = dict.fromkeys(STAGES, 1200)
@@ -98,7 +98,7 @@ def _run_stage(name: str, run: Run, limit_s: float, log) -> Outcome:
         env=dict(run.environment),
         start_new_session=True,
     )
-    reader = threading.Thread(target=_copy_lines, args=(process.stdout, log), daemon=True)
+    reader = threading.Thread(target=_copy_lines, args=(process.stdout, log, started), daemon=True)
     reader.start()
     status: int | None = None
     try:
@@ -124,10 +124,11 @@ def _end(process: subprocess.Popen) -> None:
             continue
 
 
-def _copy_lines(lines, log) -> None:
+def _copy_lines(lines, log, started: float) -> None:
+    """Print lines with the seconds since the stage began, so that what takes long is seen."""
     with lines:
         for line in lines:
-            _print(line.rstrip("\n"), log)
+            _print(f"{time.monotonic() - started:6.1f} {line}".rstrip(), log)
 
 
 def _print(line: str, log) -> None:

@@ -19,9 +19,14 @@ if not FOLDER.is_dir():
 
 @pytest.fixture(autouse=True, scope="module")
 def _scripts_are_importable() -> Iterator[None]:
+    numba = sys.modules.get("numba")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         yield
+    # Stages do without Numba; tests that follow do not.
+    sys.modules.pop("numba", None)
+    if numba is not None:
+        sys.modules["numba"] = numba
 
 
 # Texts
@@ -268,6 +273,15 @@ def test_another_source_needs_another_preparation(tmp_path: Path) -> None:
     assert digest_of_sources(tmp_path) == before
     source.write_text("one = 2\n")
     assert digest_of_sources(tmp_path) != before
+
+
+def test_weights_that_no_stage_loads_are_not_carried_along() -> None:
+    from prepare import LEFT_OUT, is_carried
+
+    files = ["config.json", "model.safetensors", "tokenizer.json"]
+    assert all(is_carried(f"kvpolicy_reasoner/weights/reasoner/{file}") for file in files)
+    assert not is_carried("kvpolicy_reasoner/weights/smollm2-reasoner/tokenizer.json")
+    assert all((ROOT / "plugins" / folder).is_dir() for folder in LEFT_OUT), "they exist"
 
 
 def test_python_files_of_the_command_shadow_no_module_of_python() -> None:
