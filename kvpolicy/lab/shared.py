@@ -6,7 +6,7 @@ for each model in memory, in each process, and it ends with the model.
 """
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeVar, cast
 
 import attrs
 
@@ -27,6 +27,8 @@ class Reusable(Protocol):
 
 
 _Kept = TypeVar("_Kept", bound=Reusable)
+_Key = TypeVar("_Key")
+_Piece = TypeVar("_Piece")
 
 
 @attrs.define(eq=False)
@@ -63,3 +65,46 @@ class Shared:
             others.pop(0)
         self._kept = [*others, (key, value)]
         return value
+
+
+@attrs.define(eq=False)
+class Pieces(Generic[_Key, _Piece]):
+    """What a run makes piece by piece: kept for all who read it, or if too large for the first.
+
+    Attributes:
+        most_bytes: The most bytes that are kept for all. When there are more, pieces that were read
+            are released, and from then on each is when it is read.
+        num_bytes: Bytes of all that were added.
+    """
+
+    most_bytes: float
+    num_bytes: int = attrs.field(default=0, init=False)
+    _pieces: dict[_Key, _Piece] = attrs.field(factory=dict, init=False, repr=False)
+    _read: set[_Key] = attrs.field(factory=set, init=False, repr=False)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing was released so far."""
+        return self.num_bytes <= self.most_bytes
+
+    def __contains__(self, key: _Key) -> bool:
+        return key in self._pieces
+
+    def add(self, key: _Key, piece: _Piece, num_bytes: int) -> None:
+        """Add a piece of some bytes."""
+        self._pieces[key] = piece
+        self.num_bytes += num_bytes
+        self._release()
+
+    def read(self, key: _Key) -> _Piece:
+        """Return a piece that was added."""
+        piece = self._pieces[key]
+        self._read.add(key)
+        self._release()
+        return piece
+
+    def _release(self) -> None:
+        if not self.keeps_all:
+            for key in self._read:
+                del self._pieces[key]
+            self._read.clear()

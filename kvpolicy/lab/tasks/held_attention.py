@@ -18,6 +18,7 @@ from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.sampler import teacher_forced
+from kvpolicy.lab.shared import Pieces
 from kvpolicy.lab.store.records import Breakdown
 from kvpolicy.lab.tasks.held_shares import (
     ATTENTION,
@@ -218,23 +219,17 @@ class _FullSequence:
         tokens: Its tokens so far, each with the likeliest in its place.
         num_noted: Tokens whose rows are noted in layers whose window slides.
         noted: Keys and values of these rows, by layer, oldest first.
-        layers: What it has left in each layer with rows, by its number, once it has ended.
         failed: Whether it has ended with an error.
     """
 
     tokens: list[tuple[int, int]] = attrs.field(factory=list)
     num_noted: int = 0
     noted: dict[int, list[_KeysAndValues]] = attrs.field(factory=lambda: defaultdict(list))
-    layers: abc.Mapping[int, _FullLayer] = attrs.field(factory=dict)
     failed: bool = False
 
 
 class FullRun:
-    """The full cache's run of some requests, a step at a time, as those who follow it need it.
-
-    Attributes:
-        num_bytes: Bytes of what it keeps for those who follow later.
-    """
+    """The full cache's run of some requests, a step at a time, as those who follow it need it."""
 
     def __init__(
         self,
@@ -260,20 +255,21 @@ class FullRun:
         full = Engine(adapter.model, engine.tokenizer, plan, slots=engine.num_slots)
         full.compiled = engine.compiled  # computed alike, and timed by one clock
         with_rows = [attrs.evolve(one, snapshot=True) for one in requests]
-        self.num_bytes = 0
-        self._texts, self._keep_bytes, self._device = texts, keep_bytes, adapter.device
+        self._texts, self._device = texts, adapter.device
         self._sequences: dict[int, _FullSequence] = defaultdict(_FullSequence)
-        self._taken: set[int] = set()
+        # What each sequence has left in each layer with rows, by its number.
+        self._left: Pieces[int, dict[int, _FullLayer]] = Pieces(keep_bytes)
         self._run: Run | None = Run(full, with_rows, self._sample)
 
     @property
     def is_reusable(self) -> bool:
         """Whether another may follow it: it has ended, and all of it is kept."""
-        return self._run is None and self._keeps
+        return self._run is None and self._left.keeps_all
 
     @property
-    def _keeps(self) -> bool:
-        return self.num_bytes <= self._keep_bytes
+    def num_bytes(self) -> int:
+        """Bytes of keys, values and queries of the sequences that have ended."""
+        return self._left.num_bytes
 
     def token(self, number: int, place: int) -> tuple[int, int]:
         """A token of a sequence, and the likeliest in its place; `NO_TOKEN` if it has failed."""
@@ -290,17 +286,8 @@ class FullRun:
 
     def take(self, number: int) -> abc.Mapping[int, _FullLayer]:
         """What a sequence that has ended has left in each layer with rows, by its number."""
-        layers = self._sequences[number].layers
-        self._taken.add(number)
-        self._release()
-        return {index: one.to(self._device) for index, one in layers.items()}
-
-    def _release(self) -> None:
-        """Forget what was taken, if not all can be kept."""
-        if not self._keeps:
-            for number in self._taken:
-                self._sequences.pop(number, None)
-            self._taken.clear()
+        left = self._left.read(number)
+        return {index: one.to(self._device) for index, one in left.items()}
 
     def _sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
         likeliest = teacher_forced(logits.argmax(dim=-1).tolist(), logits)
@@ -353,10 +340,8 @@ class FullRun:
             places = torch.arange(result.prompt_len, last + 1, device=held.window.device)
             queries = held.window[:, places % held.window.shape[1]]
             one = _FullLayer(keys, values, last, queries, layer.softmax, window)
-            layers[layer.index] = one.to("cpu") if self._keeps else one
-            self.num_bytes += one.num_bytes
-        ours.layers = layers
-        self._release()
+            layers[layer.index] = one.to("cpu") if self._left.keeps_all else one
+        self._left.add(result.id, layers, sum(one.num_bytes for one in layers.values()))
 
 
 class _HeldRows:

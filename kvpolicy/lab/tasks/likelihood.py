@@ -16,7 +16,7 @@ import attrs
 from kvpolicy.engine.requests.encoding import following
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.shared import Shared
+from kvpolicy.lab.shared import Pieces, Shared
 from kvpolicy.lab.store.records import Sample
 from kvpolicy.lab.tasks.derived import DerivedTask, PassageTask, derived
 from kvpolicy.lab.tasks.prose import PROSE
@@ -227,11 +227,7 @@ class _Guide:
 
 
 class _FullAnswers:
-    """The greedy answers of the full cache, computed as far as those who follow them need.
-
-    Attributes:
-        num_bytes: Bytes of the distributions that it keeps for those who follow later.
-    """
+    """The greedy answers of the full cache, computed as far as those who follow them need."""
 
     def __init__(
         self, engine: "Engine", requests: "abc.Sequence[Request]", *, keep_bytes: float
@@ -242,52 +238,39 @@ class _FullAnswers:
         model, plan = engine.adapter.model, Plan.full_cache()
         full = Engine(model, engine.tokenizer, plan, slots=engine.num_slots)
         full.compiled = engine.compiled  # computed alike, and timed by one clock
-        self.num_bytes = 0
-        self._keep_bytes, self._device = keep_bytes, engine.adapter.device
-        # Of each sequence, tokens by place, with the log-probabilities they came from.
-        self._tokens: dict[int, dict[int, tuple[int, Tensor]]] = defaultdict(dict)
-        self._read: set[tuple[int, int]] = set()
+        self._device = engine.adapter.device
+        # By sequence and place, each token with the log-probabilities it came from.
+        self._tokens: Pieces[tuple[int, int], tuple[int, Tensor]] = Pieces(keep_bytes)
         self._run: Run | None = Run(full, requests, self._sample)
 
     @property
     def is_reusable(self) -> bool:
         """Whether another may follow them: all have ended, and all of them are kept."""
-        return self._run is None and self._keeps
+        return self._run is None and self._tokens.keeps_all
 
     @property
-    def _keeps(self) -> bool:
-        return self.num_bytes <= self._keep_bytes
+    def num_bytes(self) -> int:
+        """Bytes of the distributions."""
+        return self._tokens.num_bytes
 
     def at(self, number: int, place: int) -> "tuple[int, Tensor]":
         """A token of a sequence and the log-probabilities of all in its place, ``[V]``."""
-        tokens = self._tokens[number]
-        while place not in tokens:
+        while (number, place) not in self._tokens:
             assert self._run is not None, "both engines end a sequence at the same token"
             self._run.step()
             if self._run.done:
                 self._run = None
-        token, log_probs = tokens[place]
-        self._read.add((number, place))
-        self._release()
+        token, log_probs = self._tokens.read((number, place))
         return token, log_probs.to(self._device)
-
-    def _release(self) -> None:
-        """Forget what was read, if not all can be kept."""
-        if not self._keeps:
-            for number, place in self._read:
-                self._tokens[number].pop(place, None)
-            self._read.clear()
 
     def _sample(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
         from kvpolicy.engine.sampler import teacher_forced
 
         log_probs = _log_probs(logits)
         tokens = teacher_forced(log_probs.argmax(dim=-1).tolist(), logits)
-        self.num_bytes += log_probs.nbytes
-        kept = log_probs.cpu() if self._keeps else log_probs
+        kept = log_probs.cpu() if self._tokens.keeps_all else log_probs
         for seq, token, row in zip(sequences, tokens.tolist(), kept, strict=True):
-            self._tokens[seq.id][len(seq.tokens)] = token, row
-        self._release()
+            self._tokens.add((seq.id, len(seq.tokens)), (token, row), row.nbytes)
         return tokens
 
 
