@@ -255,10 +255,11 @@ class FullRun:
         full = Engine(adapter.model, engine.tokenizer, plan, slots=engine.num_slots)
         full.compiled = engine.compiled  # computed alike, and timed by one clock
         with_rows = [attrs.evolve(one, snapshot=True) for one in requests]
-        self._texts, self._device = texts, adapter.device
+        self._texts = texts
         self._sequences: dict[int, _FullSequence] = defaultdict(_FullSequence)
         # What each sequence has left in each layer with rows, by its number.
         self._left: Pieces[int, dict[int, _FullLayer]] = Pieces(keep_bytes)
+        self._devices: dict[int, torch.device] = {}
         self._run: Run | None = Run(full, with_rows, self._sample)
 
     @property
@@ -287,7 +288,7 @@ class FullRun:
     def take(self, number: int) -> abc.Mapping[int, _FullLayer]:
         """What a sequence that has ended has left in each layer with rows, by its number."""
         left = self._left.read(number)
-        return {index: one.to(self._device) for index, one in left.items()}
+        return {index: one.to(self._devices[index]) for index, one in left.items()}
 
     def _sample(self, sequences: abc.Sequence[Sequence], logits: Tensor) -> Tensor:
         likeliest = teacher_forced(logits.argmax(dim=-1).tolist(), logits)
@@ -340,6 +341,7 @@ class FullRun:
             places = torch.arange(result.prompt_len, last + 1, device=held.window.device)
             queries = held.window[:, places % held.window.shape[1]]
             one = _FullLayer(keys, values, last, queries, layer.softmax, window)
+            self._devices[layer.index] = keys.device
             layers[layer.index] = one.to("cpu") if self._left.keeps_all else one
         self._left.add(result.id, layers, sum(one.num_bytes for one in layers.values()))
 

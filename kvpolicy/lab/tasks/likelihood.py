@@ -218,6 +218,7 @@ class _Guide:
         tokens = []
         for seq, log_probs in zip(sequences, _log_probs(logits), strict=True):
             token, full_log_probs = self._full.at(seq.id, len(seq.tokens))
+            full_log_probs = full_log_probs.to(log_probs.device)
             tokens.append(token)
             self.matches[seq.id].append(int(log_probs.argmax()) == token)
             # A token that the full cache rules out (log-probability -inf) contributes 0.
@@ -238,7 +239,6 @@ class _FullAnswers:
         model, plan = engine.adapter.model, Plan.full_cache()
         full = Engine(model, engine.tokenizer, plan, slots=engine.num_slots)
         full.compiled = engine.compiled  # computed alike, and timed by one clock
-        self._device = engine.adapter.device
         # By sequence and place, each token with the log-probabilities it came from.
         self._tokens: Pieces[tuple[int, int], tuple[int, Tensor]] = Pieces(keep_bytes)
         self._run: Run | None = Run(full, requests, self._sample)
@@ -254,14 +254,16 @@ class _FullAnswers:
         return self._tokens.num_bytes
 
     def at(self, number: int, place: int) -> "tuple[int, Tensor]":
-        """A token of a sequence and the log-probabilities of all in its place, ``[V]``."""
+        """A token of a sequence and the log-probabilities of all in its place, ``[V]``.
+
+        They may be in the memory of the host.
+        """
         while (number, place) not in self._tokens:
             assert self._run is not None, "both engines end a sequence at the same token"
             self._run.step()
             if self._run.done:
                 self._run = None
-        token, log_probs = self._tokens.read((number, place))
-        return token, log_probs.to(self._device)
+        return self._tokens.read((number, place))
 
     def _sample(self, sequences: "abc.Sequence[Sequence]", logits: "Tensor") -> "Tensor":
         from kvpolicy.engine.sampler import teacher_forced
