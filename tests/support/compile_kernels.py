@@ -58,6 +58,7 @@ GROUP = {"GROUP": 4, "GROUP_BLOCK": 16}
 VALUES = {"VALUE_DIM": 128, "VALUE_DIM_BLOCK": 128}
 CHUNKS = {"CHUNKS": 3, "CHUNK": 384, "BLOCK": 64, "ACCUMULATED": 512}
 POOL_CHUNKS = CHUNKS | {"CHUNKS": 24}
+JOINED = {**CHUNKS, "PARTS": 4}
 APPEND = {
     "CAPACITY": 1152,
     **GROUP,
@@ -131,17 +132,20 @@ KERNELS = {
         attend,
         {**SHAPE, **PLAIN_ROWS, **GROUP, **ONE_CHUNK, **GEMMA, **EVERY_TRACK},
     ),
-    "join": (join, {**SHAPE, **VALUES, **GROUP, **CHUNKS, **NO_TRACKS}),
-    "join with sums": (join, {**SHAPE, **VALUES, **GROUP, **CHUNKS, **SUMS}),
+    "join": (join, {**SHAPE, **VALUES, **GROUP, **JOINED, **NO_TRACKS}),
+    "join with sums": (join, {**SHAPE, **VALUES, **GROUP, **JOINED, **SUMS}),
     "join with every track and sinks": (
         join,
-        {**SHAPE, **VALUES, **GROUP, **CHUNKS, **EVERY_TRACK},
+        {**SHAPE, **VALUES, **GROUP, **JOINED, **EVERY_TRACK},
     ),
     "attend in segments": (
         attend,
         {**SEGMENTS, **PLAIN_ROWS, **GROUP, **POOL_CHUNKS, **PLAIN, **SUMS},
     ),
-    "join in segments": (join, {**SEGMENTS, **VALUES, **GROUP, **POOL_CHUNKS, **EVERY_TRACK}),
+    "join in segments": (
+        join,
+        {**SEGMENTS, **VALUES, **GROUP, **POOL_CHUNKS, "PARTS": 32, **EVERY_TRACK},
+    ),
     "append": (triton_append._append, {**APPEND, **PLAIN_ROWS, "RAGGED": False}),
     "append in segments": (
         triton_append._append,

@@ -37,6 +37,7 @@ _TENSOR_CORE_SIZE = 16  # `tl.dot` takes no smaller matrices
 _BLOCK_OF_4_BITS = 32
 # Rows that are updated at once with what they accumulate.
 _ACCUMULATED = 1024
+_PARTS = 32  # chunks that are brought together at once
 
 
 @triton.jit
@@ -307,6 +308,7 @@ def _join_chunks(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     ACCUMULATED: tl.constexpr,
+    PARTS: tl.constexpr,
     SINKS: tl.constexpr,
     SUMS: tl.constexpr,
     SQUARES: tl.constexpr,
@@ -314,8 +316,11 @@ def _join_chunks(
     SQUARES_LOGIT2: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Output of one group of query heads; program c updates what the rows of chunk c accumulate."""
-    slot, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Program i brings the output of query head i of a group together, and updates chunk i.
+
+    Chunks are read many at a time: one after the other, each would wait for memory.
+    """
+    slot, head, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     held = num_held(rows, slot, head, live, rows_slot, CAPACITY)
     place, before = head, 0  # the head of a row in the slab, and the rows there before its first
     if RAGGED:
@@ -324,33 +329,41 @@ def _join_chunks(
     g, d = tl.arange(0, GROUP_BLOCK), tl.arange(0, VALUE_DIM_BLOCK)
     is_head, is_dim = g < GROUP, d < VALUE_DIM
     entry = (slot * HEADS + head).to(tl.int64)
-    top = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
     num_chunks = CHUNKS
     if RAGGED:  # there may be many more than those of a head
         num_chunks = tl.cdiv(held, CHUNK)
-    for c in range(num_chunks):
-        top = tl.maximum(top, tl.load(chunk_top + (entry * CHUNKS + c) * GROUP_BLOCK + g))
+    top = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
+    for first in range(0, num_chunks, PARTS):
+        tops = _of_chunks(chunk_top, entry, first, num_chunks, float("-inf"), CHUNKS, g, PARTS)
+        top = tl.maximum(top, tl.max(tops, 0))
     sink = tl.full((GROUP_BLOCK,), float("-inf"), tl.float32)
     if SINKS:
         sink = tl.load(sinks + head * GROUP + g, mask=is_head, other=float("-inf")).to(tl.float32)
         top = tl.maximum(top, sink)
     shift = _shift(top)
     total = tl.exp(sink - shift)
-    for c in range(num_chunks):
-        part = (entry * CHUNKS + c) * GROUP_BLOCK + g
-        total += tl.load(chunk_total + part) * tl.exp(tl.load(chunk_top + part) - shift)
+    for first in range(0, num_chunks, PARTS):
+        tops = _of_chunks(chunk_top, entry, first, num_chunks, float("-inf"), CHUNKS, g, PARTS)
+        totals = _of_chunks(chunk_total, entry, first, num_chunks, 0.0, CHUNKS, g, PARTS)
+        total += tl.sum(totals * tl.exp(tops - shift[None, :]), 0)
     total = _divisor(total)
-    if chunk == 0:
-        output = tl.zeros((GROUP_BLOCK, VALUE_DIM_BLOCK), tl.float32)
-        for c in range(num_chunks):
-            if c * CHUNK < held:
-                part = (entry * CHUNKS + c) * GROUP_BLOCK + g
-                share = tl.exp(tl.load(chunk_top + part) - shift)
-                of_chunk = part[:, None] * VALUE_DIM_BLOCK + d[None, :]
-                output += tl.load(chunk_output + of_chunk) * share[:, None]
-        at = ((entry * GROUP + g) * VALUE_DIM)[:, None] + d[None, :]
-        output = (output / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + at, output, mask=is_head[:, None] & is_dim[None, :])
+    if i < GROUP:
+        its_shift = tl.sum(tl.where(g == i, shift, 0.0), 0)
+        its_total = tl.sum(tl.where(g == i, total, 0.0), 0)
+        output = tl.zeros((VALUE_DIM_BLOCK,), tl.float32)
+        for first in range(0, num_chunks, PARTS):
+            c = first + tl.arange(0, PARTS)
+            has_rows = (c < num_chunks) & (c * CHUNK < held)  # others have stored no output
+            part = (entry * CHUNKS + c) * GROUP_BLOCK + i
+            tops = tl.load(chunk_top + part, mask=has_rows, other=float("-inf"))
+            of_chunks = tl.load(
+                chunk_output + part[:, None] * VALUE_DIM_BLOCK + d[None, :],
+                mask=has_rows[:, None],
+                other=0.0,
+            )
+            output += tl.sum(of_chunks * tl.exp(tops - its_shift)[:, None], 0)
+        at = (entry * GROUP + i) * VALUE_DIM + d
+        tl.store(out + at, (output / its_total).to(out.dtype.element_ty), mask=is_dim)
     if SUMS or SQUARES or SQUARES_LOGIT or SQUARES_LOGIT2:
         _accumulate(
             logits,
@@ -364,8 +377,8 @@ def _join_chunks(
             head,
             place,
             before,
-            chunk * CHUNK,
-            tl.minimum((chunk + 1) * CHUNK, held),
+            i * CHUNK,
+            tl.minimum((i + 1) * CHUNK, held),
             track_slot,
             track_head,
             track_row,
@@ -380,6 +393,16 @@ def _join_chunks(
             SQUARES_LOGIT2,
             RAGGED,
         )
+
+
+@triton.jit
+def _of_chunks(
+    numbers, entry, first, num_chunks, other, CHUNKS: tl.constexpr, g, PARTS: tl.constexpr
+):
+    """What some chunks have kept of each query head of a group, ``[PARTS, GROUP_BLOCK]``."""
+    c = first + tl.arange(0, PARTS)
+    part = ((entry * CHUNKS + c) * g.shape[0])[:, None] + g[None, :]
+    return tl.load(numbers + part, mask=(c < num_chunks)[:, None], other=other)
 
 
 @triton.jit
@@ -556,7 +579,8 @@ def attend(
         **shape,
     )
     if count > 1:
-        _join_chunks[num_slots, num_heads, count if any_of_them else 1](
+        programs = max(group, count if any_of_them else 1)
+        _join_chunks[num_slots, num_heads, programs](
             chunk_top,
             chunk_total,
             chunk_output,
@@ -568,6 +592,7 @@ def attend(
             *strides,
             VALUE_DIM=value_dim,
             VALUE_DIM_BLOCK=forms["VALUE_DIM_BLOCK"],
+            PARTS=min(power_of_2(count), _PARTS),
             **shape,
         )
     return out
