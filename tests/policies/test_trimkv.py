@@ -397,3 +397,15 @@ def test_pickles_and_other_files_are_refused(tmp_path: Path) -> None:
         load_policy("trimkv", gates=str(tmp_path / "trimkv_weights.pth"))
     with pytest.raises(KVPolicyError, match=" reasoner"):
         load_policy("trimkv", gates="reasonr")
+
+
+@pytest.mark.parametrize("form", ["rg2", "rg3"])
+def test_gates_read_keys_and_values_of_different_sizes(form: str) -> None:
+    """As latent attention has them; gates that are trained take the sizes of their file."""
+    policy = load_policy("trimkv", retention_gate=form)
+    rng = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(5, 2, 6, generator=rng), torch.randn(5, 2, 3, generator=rng)
+    (rated,) = policy.annotate(0, torch.zeros(5, 4), keys, values).values()
+    (other,) = policy.annotate(0, torch.zeros(5, 4), keys, values * 2).values()
+    assert rated.shape == (5, 2)
+    assert not torch.equal(rated, other)

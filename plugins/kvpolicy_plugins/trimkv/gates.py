@@ -90,7 +90,7 @@ class Gate:
         Args:
             states: Input of the layer's attention, ``[N, M]``.
             keys: Keys after RoPE, ``[N, H_kv, D]``.
-            values: Values, ``[N, H_kv, D]``.
+            values: Values, ``[N, H_kv, V]``.
 
         Returns:
             ``log beta``, ``[N, H_kv]``, fp32 or more, below 0.

@@ -131,7 +131,7 @@ class TrimKV:
         self, layer_idx: int, states: Tensor, keys: Tensor, values: Tensor
     ) -> dict[str, Tensor]:
         """Ask the layer's gate how much of new rows is retained from a token to the next."""
-        gate = self._gate(layer_idx, states, keys)
+        gate = self._gate(layer_idx, states, keys, values)
         return {LOG_BETA: gate.log_beta(states, keys, values)}
 
     @hookimpl
@@ -158,9 +158,10 @@ class TrimKV:
             least=least,
         )
 
-    def _gate(self, layer_idx: int, states: Tensor, keys: Tensor) -> Gate:
+    def _gate(self, layer_idx: int, states: Tensor, keys: Tensor, values: Tensor) -> Gate:
         """The gate of a layer, on the device of the tokens that it is asked about."""
-        num_heads, num_read = keys.shape[1], 2 * keys.shape[1] * keys.shape[2]
+        num_heads = keys.shape[1]
+        num_read = num_heads * (keys.shape[2] + values.shape[2])
         sizes = (layer_idx, num_heads, states.shape[1], num_read, states.device)
         if sizes not in self._placed:
             gate = self._made(layer_idx, num_heads, states.shape[1], num_read)
