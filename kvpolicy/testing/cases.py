@@ -18,6 +18,7 @@ from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.spec import Heads, LayerGroup, PolicySpec, PromptRows
 from kvpolicy.plugin_code import declared_by, plugin_code
 from kvpolicy.testing.clauses import ConformanceError, Example
+from kvpolicy.testing.toy_images import place_of_image
 from kvpolicy.testing.toy_model import ToyModel, active_token_ids, toy_tokenizer
 
 WHERE = ("all", "first", "last")
@@ -147,6 +148,16 @@ class ProtectEnds:
     protects: ClassVar[tuple[int, int]] = (1, 2)
 
 
+@attrs.define(eq=False)
+class ProtectImages:
+    """Protects the rows of images."""
+
+    @hookimpl
+    def protect(self, is_image: Tensor) -> Tensor:
+        """All that the engine says are of images."""
+        return is_image
+
+
 @attrs.frozen(kw_only=True)
 class Setup:
     """Sizes of the engine and the model, and the policies besides the one under test.
@@ -167,11 +178,13 @@ class Setup:
         where: Layers that have the policy: ``"all"``, ``"first"``, or ``"last"``; the others
             have `LongKeys`.
         beneath: Whether `LongKeys` is listed before the policy.
-        protected: Whether `ProtectEnds` is listed after the policy.
+        protected: Whether `ProtectEnds` is listed after the policy, and where prompts have images,
+            `ProtectImages`.
         prompt: What becomes of the rows of prompts, ``"evict"`` or ``"keep"``; see `Plan`.
         model: Kind of the model, one of `KINDS`: ``"hybrid"`` has one more layer, the first, which
             has a state of fixed size and no attention; ``"latent"`` has one KV head, whatever
-            ``kv_heads`` says, and keys that are larger than its values.
+            ``kv_heads`` says, and keys that are larger than its values; in ``"images"``, most
+            prompts have an image.
         heads: ``"own"``, or ``"shared"``, if the policy declares ``ragged``: `ShareRows` is listed
             before the policy then, so that heads hold different numbers of rows whoever chooses.
         seed: Seed of weights and prompts.
@@ -239,13 +252,24 @@ class Environment:
             token_ids=self.token_ids,
             seed=setup.seed,
             kind=setup.model,
+            image_id=self.image_id,
         )
 
+    @property
+    def image_id(self) -> int:
+        """The token of images, which no text has, unless it has all tokens."""
+        others = (one for one in range(len(self.tokenizer)) if one not in self.token_ids)
+        return next(others, self.token_ids[-1])
+
     def prompt(self, setup: Setup, number: int, length: int) -> list[int]:
-        """The prompt of a request; prompts of one number are prefixes of each other."""
+        """The prompt of a request; those of one number without images begin alike."""
         rng = torch.Generator().manual_seed(1000 * setup.seed + number)
         chosen = torch.randint(len(self.token_ids), (length,), generator=rng)
-        return [self.token_ids[i] for i in chosen.tolist()]
+        prompt = [self.token_ids[i] for i in chosen.tolist()]
+        if setup.model == "images":
+            place = place_of_image(length, number)
+            prompt[place] = [self.image_id] * len(prompt[place])
+        return prompt
 
 
 def plan_of(policy: object, hooks: frozenset[str], setup: Setup, layers: Sequence[int]) -> Plan:
@@ -264,7 +288,8 @@ def plan_of(policy: object, hooks: frozenset[str], setup: Setup, layers: Sequenc
     needs_scores = declared_by(policy, "needs_mass", False)
     before = [long_keys] if setup.beneath or needs_scores else []
     before += [PolicySpec.of(ShareRows())] if setup.heads == "shared" else []
-    after = [PolicySpec.of(ProtectEnds())] if setup.protected else []
+    protects = [ProtectEnds(), *([ProtectImages()] if setup.model == "images" else [])]
+    after = [PolicySpec.of(one) for one in protects] if setup.protected else []
     chosen = {"all": layers, "first": layers[:1], "last": layers[-1:]}[setup.where]
     # A plan is refused if the policy is not in the stack of a layer that it steers.
     steered = declared_by(policy, "steers", None) or ()

@@ -17,6 +17,7 @@ CLAUSES = {
     "prompts": 'That holds for `prompt = "keep"`, too: hooks see the rows behind a prompt only.',
     "hybrid": "That holds in hybrid models, too: a layer without attention has no hooks.",
     "latent": "That holds for latent attention, too: keys that are larger than values.",
+    "images": "That holds for prompts with images, too, whose rows leave or are protected.",
     "precision": "That holds in bfloat16, float16, float32 and float64.",
     "nan": "No score, annotation or change is NaN, also for keys that are zero, equal or large.",
     "read_only": "The tensors that a hook receives are not modified.",

@@ -3,7 +3,7 @@
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -48,10 +48,10 @@ def check_policy(
 
     In a case, requests of drawn lengths arrive in an engine of drawn sizes and are prefilled,
     decoded, compacted, released and cancelled, with the policy alone, under a wrapper, and next
-    to another policy in other layers, in models with attention in all layers, hybrid ones, and
-    such with latent attention. Every hook call is checked, and every request is repeated
-    alone. The model is a small random decoder; prompts and answers consist of a few tokens of the
-    tokenizer, including line breaks and think tags.
+    to another policy in other layers, in models with attention in all layers, hybrid ones, such
+    with latent attention, and such with images in their prompts. Every hook call is checked, and
+    every request is repeated alone. The model is a small random decoder; prompts and answers
+    consist of a few tokens of the tokenizer, including line breaks and think tags.
 
     Args:
         factory: The policy's class, a function that builds one, or the name of an installed
@@ -117,8 +117,10 @@ def check_policy(
             progress(done + num, num_cases)
     with undisturbed():
         for kind in KINDS[1:]:
-            if kind not in refused:
-                _check_kind(kind, policy_factory, environment, checked, refused)
+            for protected in (False, True):
+                if kind not in refused:
+                    setup = {"model": kind, "protected": protected}
+                    _check_kind(setup, policy_factory, environment, checked, refused)
     checked["knobs"] += _check_knobs(policy_factory, environment)
     elapsed = time.perf_counter() - start
     return Report(policy_factory.name, num_cases, elapsed, checked, refused)
@@ -138,7 +140,7 @@ def _check_building(factory: PolicyFactory) -> None:
 
 
 def _check_kind(
-    kind: str,
+    setup: Mapping[str, Any],
     factory: PolicyFactory,
     environment: Environment,
     checked: Counter[str],
@@ -147,7 +149,7 @@ def _check_kind(
     """Complete a few requests in one kind of model, which few cases may not have drawn.
 
     Args:
-        kind: The kind, one of `KINDS`.
+        setup: The kind, and whether rows are protected.
         factory: Builds the policy.
         environment: What is the same in all cases.
         checked: Counts the checks of each clause.
@@ -161,20 +163,20 @@ def _check_kind(
     options: dict[str, Any] = {"environment": environment, "checked": checked}
     trial = None
     try:
-        trial = Trial(factory, **options, **sizes, head_dim=8, model=kind, seed=_SEED_OF_KINDS)
+        trial = Trial(factory, **options, **sizes, **setup, head_dim=8, seed=_SEED_OF_KINDS)
         # The last one gets the slot of the one that ends first.
         for num_prompt, num_new in ((budget + 3, 8), (3, 2), (budget, 8)):
             trial.arrive(prompt=num_prompt, new=num_new)
         trial.finish()
     except ConformanceError as error:
         if (sentence := refusal(error)) is not None:
-            refused[kind] = sentence
+            refused[setup["model"]] = sentence
         elif trial is None:
             raise not_built(factory, error.expected, error.came, error.clause) from error
         else:
             raise explain(trial, error) from error
     except KVPolicyError as error:
-        refused[kind] = f"refused: {error}"
+        refused[setup["model"]] = f"refused: {error}"
 
 
 def _check_knobs(factory: PolicyFactory, environment: Environment) -> bool:

@@ -89,9 +89,16 @@ class Monitor:
         """Monitor all hook calls of a stack."""
         stack._manager = _MonitoredManager(stack._manager, stack, self)  # type: ignore[assignment]
 
-    def follow(self, memory: SequenceMemory) -> list[CompactedRows]:
-        """The compactions of one sequence; the list grows with the sequence."""
-        compactions: list[CompactedRows] = memory.of(self).setdefault("compactions", [])
+    def follow(self, memory: SequenceMemory, images: Sequence[int] = ()) -> list[CompactedRows]:
+        """The compactions of one sequence; the list grows with the sequence.
+
+        Args:
+            memory: What policies remember of it.
+            images: Positions of its tokens of images.
+        """
+        notes = memory.of(self)
+        notes["images"] = torch.tensor(images, dtype=torch.int64)
+        compactions: list[CompactedRows] = notes.setdefault("compactions", [])
         return compactions
 
 
@@ -124,6 +131,7 @@ class _MonitoredManager:
         """Call a hook and check what it did; see `HookManager.ask`."""
         assert late is None, "a monitored engine reads every answer at once"
         counts = hook in self._hooks
+        self._check_images(arguments)
         if hook == "score":
             self._seq_len, self._layers = arguments["seq_len"], arguments["tracks"].layers
             self._monitor.has_folded |= counts and len(set(self._layers)) > 1
@@ -188,6 +196,18 @@ class _MonitoredManager:
                 told = arguments | {"layer_idx": layer_idx}
                 self._check_annotations(impl, seen[-1], told, counts)
         return answers
+
+    def _check_images(self, arguments: dict[str, Any]) -> None:
+        """Check that policies are told of the rows of images, and of no others."""
+        is_image = arguments.get("is_image")
+        if is_image is None:
+            return
+        for b, notes in enumerate(arguments["memory"].of(self._monitor)):
+            positions, images = arguments["positions"][b], notes.get("images")
+            if images is not None and not is_image[b].equal(torch.isin(positions, images)):
+                expected = f"is_image is true for the positions {images.tolist()}"
+                came = f"for {positions[is_image[b]].unique().tolist()}"
+                raise ConformanceError(clause="images", expected=expected, came=came)
 
     def _check_annotations(
         self, impl: pluggy.HookImpl, annotations: Any, arguments: dict[str, Any], counts: bool

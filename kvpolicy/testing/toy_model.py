@@ -4,12 +4,13 @@ It runs real attention over the engine's slabs without transformers: a step take
 millisecond, so that many cases can be checked.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -23,6 +24,7 @@ from kvpolicy.errors import ModelError
 from kvpolicy.model.adapter import ModelAdapter
 from kvpolicy.model.annotating import annotate_static_rows, annotate_stored_rows
 from kvpolicy.model.attention import attend
+from kvpolicy.model.embedded import EmbeddedPrompt, embed_chunks
 from kvpolicy.model.forward_input import ForwardInput
 from kvpolicy.model.packed import PackedWeights
 from kvpolicy.model.rope import rotate_halves
@@ -31,9 +33,9 @@ from kvpolicy.state import LayerWeights
 #: Kinds of keys: of all lengths; equal for equal tokens; often zero; nearly equal; large.
 NUMBERS = ("plain", "equal", "zeros", "alike", "large")
 
-#: Kinds of models: attention in every layer; a state of fixed size instead in one of them; and
-#: rows of one head for all query heads, whose values are a part of the keys.
-KINDS = ("attention", "hybrid", "latent")
+#: Kinds of models: attention in every layer; a state of fixed size instead in one of them; rows of
+#: one head for all query heads, whose values are a part of the keys; and prompts with images.
+KINDS = ("attention", "hybrid", "latent", "images")
 
 _MAX_POSITIONS = 1024
 _NUM_TOKENS = 24
@@ -66,13 +68,16 @@ class ToyModel(ModelAdapter):
         token_ids: tuple[int, ...],
         seed: int,
         kind: str = "attention",
+        image_id: int = 0,
     ) -> None:
         layers: list[int | None] = [None] * (kind == "hybrid")  # the first one, then
         layers += range(len(layers), len(layers) + num_layers)
         self._sources = layers + layers[-num_layers:] * (num_readers - 1)
         self.num_layers, self.hidden_size = len(self._sources), hidden_size
         self._num_readers, self.kind = num_readers, kind
-        self.embedder, self.image_ids = None, frozenset()
+        sees = kind == "images"
+        self.embedder = self._embed if sees else None  # type: ignore[assignment]
+        self.image_ids = frozenset({image_id} if sees else ())
         self.vocab_size, self.max_positions = vocab_size, _MAX_POSITIONS
         self.stop_ids = ()
         self._annotated: frozenset[int] = frozenset()
@@ -126,6 +131,22 @@ class ToyModel(ModelAdapter):
         self._in = [weight.to(dtype) for weight in self._in]
         self._out = [weight.to(dtype) for weight in self._out]
         self._unembedding = self._unembedding.to(dtype)
+
+    def _embed(self, given: Mapping[str, Any], is_real: np.ndarray) -> list[EmbeddedPrompt]:
+        """What enters the layers for prompts, as `Embedder.__call__`.
+
+        Args:
+            given: ``input_ids``, ``[B, L]``; ``looks``, tokens as which those of images look,
+                ``[B, L]``; and ``ahead``, how many tokens behind it each attends to, ``[B, L]``.
+            is_real: Which columns are no pads, bool ``[B, L]``.
+        """
+        is_image = torch.isin(given["input_ids"], torch.tensor([*self.image_ids]))
+        embeds = self._embedding[torch.where(is_image, given["looks"], given["input_ids"])]
+        rows = zip(embeds, given["ahead"].numpy(), is_real, strict=True)
+        return [
+            EmbeddedPrompt(0, {"inputs_embeds": row[torch.from_numpy(real)]}, {}, ahead=ahead[real])
+            for row, ahead, real in rows
+        ]
 
     def layer_shapes(self) -> list[LayerShape]:
         """Shapes of what each layer holds, alike in all that hold rows."""
@@ -206,7 +227,11 @@ class ToyModel(ModelAdapter):
         ids = step.position_ids
         positions = ids if isinstance(ids, Tensor) else torch.from_numpy(ids)
         shapes = self.layer_shapes()
-        states = self._embedding[given.token_ids] + self._positions[positions]
+        states = self._embedding[given.token_ids]
+        if given.embedded is not None:
+            whole = {"inputs_embeds": states}
+            states = embed_chunks(given.embedded, states.shape[1], whole)["inputs_embeds"]
+        states = states + self._positions[positions]
         for layer_idx, (into, out) in enumerate(zip(self._in, self._out, strict=True)):
             if given.steer is not None:
                 change = given.steer(layer_idx, states[:, -1])

@@ -28,6 +28,7 @@ from kvpolicy.errors import (
 from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, plan_of
 from kvpolicy.testing.clauses import ConformanceError, Example
 from kvpolicy.testing.monitor import CompactedRows, Monitor
+from kvpolicy.testing.toy_images import NUM_TOKENS, ShowImages
 
 _MAX_CHUNK = 512
 
@@ -220,7 +221,7 @@ class Trial:
         traces = []
         for arrival in arrivals:
             run = engine.generate([self._request(arrival)] * copies)
-            compactions = [monitor.follow(memory) for memory in _memories_of(run)]
+            compactions = self._follow(monitor, run, [arrival] * copies)
             results = zip(run.results(), compactions, strict=True)
             traces += [RequestTrace(result.tokens, kept) for result, kept in results]
         return traces
@@ -237,7 +238,7 @@ class Trial:
             stack.layers_alike = False
         request = self._request(arrival)
         run = engine.generate([request])
-        (compactions,) = [monitor.follow(memory) for memory in _memories_of(run)]
+        (compactions,) = self._follow(monitor, run, [arrival])
         tokens: list[int] = []
         while len(tokens) < num_tokens:
             tokens += [token for _, token in run.step().tokens]
@@ -249,7 +250,7 @@ class Trial:
             request, prompt=(), max_new_tokens=arrival.new - len(tokens), resume=snapshot
         )
         resumed = engine.generate([rest])
-        (more,) = [monitor.follow(memory) for memory in _memories_of(resumed)]
+        (more,) = self._follow(monitor, resumed, [arrival])
         (result,) = resumed.results()
         return RequestTrace((*tokens, *result.tokens), [*compactions, *more])
 
@@ -265,11 +266,11 @@ class Trial:
         monitor, engine = self._new_engine(setup, Counter(), store)
         for stack in engine.stacks:
             stack.layers_alike = False
-        prompt = self.environment.prompt(self.setup, arrival.number, arrival.prompt)
+        prompt = self._prompt(arrival)
         other = [*prompt[:-1], *prompt[: 2 + arrival.number % 3]]  # a longer one
         engine.generate([attrs.evolve(request, prompt=other)]).results()
         run = engine.generate([request])
-        (compactions,) = [monitor.follow(memory) for memory in _memories_of(run)]
+        (compactions,) = self._follow(monitor, run, [arrival])
         (result,) = run.results()
         return RequestTrace(result.tokens, compactions), result.reused_tokens
 
@@ -325,6 +326,7 @@ class Trial:
                 slots=setup.slots,
                 chunk=setup.chunk,
                 prefix_store=prefix_store,
+                extensions=[self._show_images] if self._model.image_ids else [],
             )
         except HookError as error:  # of `bind`
             wrong = isinstance(error, HookResultError)
@@ -335,9 +337,28 @@ class Trial:
             monitor.attach(stack)
         return monitor, engine
 
+    def _prompt(self, arrival: Arrival) -> list[int]:
+        return self.environment.prompt(self.setup, arrival.number, arrival.prompt)
+
+    def _images(self, arrival: Arrival) -> list[int]:
+        """Positions of the tokens of images in a prompt."""
+        ids = self._model.image_ids
+        return [place for place, token in enumerate(self._prompt(arrival)) if token in ids]
+
     def _request(self, arrival: Arrival) -> Request:
-        prompt = self.environment.prompt(self.setup, arrival.number, arrival.prompt)
-        return Request(prompt, max_new_tokens=arrival.new, stop_ids=())
+        return Request(self._prompt(arrival), max_new_tokens=arrival.new, stop_ids=())
+
+    def _follow(
+        self, monitor: Monitor, run: Run, arrivals: Sequence[Arrival]
+    ) -> list[list[CompactedRows]]:
+        """The compactions of the requests of a run, which grow with them."""
+        pairs = zip(run.waiting, arrivals, strict=True)
+        return [monitor.follow(seq.memory, self._images(arrival)) for seq, arrival in pairs]
+
+    def _show_images(self) -> ShowImages:
+        # The same for a request alone, in whatever chunks.
+        fits = min(self.setup.chunk, self.setup.buffer) >= NUM_TOKENS
+        return ShowImages(self._model, both_ways=fits and self.setup.seed % 2 == 1)
 
     def _cut_one(self, alone: list[RequestTrace]) -> None:
         """Compare a request that is cut and resumed with the same request alone."""
@@ -368,7 +389,8 @@ class Trial:
         whole = [
             (arrival, other)
             for (arrival, trace), other in zip(self._finished, alone, strict=True)
-            if not trace.cancelled and arrival.prompt > 1
+            # A store goes by tokens, and serves an engine, whose requests have no images.
+            if not trace.cancelled and arrival.prompt > 1 and not self._images(arrival)
         ]
         for arrival, other in whole[:1]:
             try:
@@ -390,9 +412,8 @@ class Trial:
         self._requests, self._queue = self._queue, []
         self._open = set(range(len(self._requests)))
         self._run = self._engine.generate([self._request(one) for one in self._requests])
-        memories = _memories_of(self._run)
-        self._compactions = [self._monitor.follow(memory) for memory in memories]
-        self._memories = [weakref.ref(memory) for memory in memories]
+        self._compactions = self._follow(self._monitor, self._run, self._requests)
+        self._memories = [weakref.ref(sequence.memory) for sequence in self._run.waiting]
         if self._finished:
             self.checked["memory"] += 1
 
@@ -452,10 +473,6 @@ class Trial:
         difference = find_difference(trace, alone)
         if difference is not None:
             raise BatchDependenceError(arrival, *difference)
-
-
-def _memories_of(run: Run) -> list[Any]:
-    return [sequence.memory for sequence in run.waiting]
 
 
 def find_difference(trace: RequestTrace, alone: RequestTrace) -> tuple[str, str] | None:

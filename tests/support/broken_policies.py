@@ -454,6 +454,16 @@ class LayersInMemory:
 
 
 @attrs.define(eq=False)
+class BeginsWithText:
+    """Divides by the number of rows of text so far: none where a prompt begins with an image."""
+
+    @hookimpl
+    def score(self, keys: Tensor, is_image: Tensor) -> Tensor:
+        num_text = (~is_image).cumsum(dim=2)
+        return key_lengths(keys) * num_text / num_text
+
+
+@attrs.define(eq=False)
 class AsksForTooMuch:
     """Asks for as many tokens as the prompt has."""
 
@@ -556,6 +566,7 @@ BROKEN: dict[str, list[type]] = defaultdict(
         "prompts": [Prompts],
         "hybrid": [ListsLayers] if has_states() else [],
         "latent": [ValuesLikeKeys],
+        "images": [BeginsWithText],
         "precision": [Precision],
         "nan": [Nan],
         "read_only": [ReadOnly],

@@ -17,6 +17,9 @@ from kvpolicy.cache.arena import SlabArena
 from kvpolicy.cache.layouts.even import EvenSpan
 from kvpolicy.cache.layouts.span import Kept
 from kvpolicy.compat import has_states
+from kvpolicy.engine.eviction.images import ImageRows
+from kvpolicy.engine.extensions.embedded import Embedded
+from kvpolicy.engine.step import Step
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.testing import CLAUSES, ConformanceError, Trial, check_policy, state_machine
 
@@ -281,9 +284,27 @@ def of_keys_only(keep: Callable[..., Kept]) -> Callable[..., Kept]:
     return keeps
 
 
-#: Defects of the memory of a kind of models, which no policy has made.
+def no_rows(self: ImageRows, sequences: Any, positions: Tensor) -> Tensor:
+    """Which rows belong to images: none."""
+    return torch.zeros_like(positions, dtype=torch.bool)
+
+
+def of_single_steps(before: Callable[..., None]) -> Callable[..., None]:
+    """What enters the layers for images, unless sequences enter together."""
+
+    def gives(self: Embedded, step: Step) -> None:
+        before(self, step)
+        if len(step.sequences) > 1:
+            step.embedded = None
+
+    return gives
+
+
+#: Defects of what is special in a kind of models, which no policy has made.
 DEFECTS: dict[str, tuple[str, type, str, Callable[..., Any]]] = {
     "values stay behind": ("latent", EvenSpan, "keep", of_keys_only(EvenSpan.keep)),
+    "rows of images are not known": ("images", ImageRows, "__call__", no_rows),
+    "images in batches are lost": ("images", Embedded, "before", of_single_steps(Embedded.before)),
 }
 
 if has_states():
@@ -301,7 +322,7 @@ if has_states():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", DEFECTS)
-def test_a_defect_of_the_memory_of_a_kind_of_models_is_named(
+def test_a_defect_in_a_kind_of_models_is_named(
     defect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, owner, name, function = DEFECTS[defect]
@@ -464,3 +485,31 @@ def test_several_layers_may_attend_to_the_rows_of_a_layer() -> None:
         assert {layer for heads in seen for layer in heads} == {0, 1}
         assert {num for heads in seen for of in heads.values() for num in of} == {6 * readers}
         policies.clear()
+
+
+@attrs.define(eq=False)
+class NotesImages:
+    """Notes which of the rows that it is shown are of images, by prompt."""
+
+    seen: list[tuple[int, list[int]]] = attrs.field(factory=list)
+
+    @hookimpl
+    def score(self, positions: Tensor, is_image: Tensor, prompt_len: Tensor) -> Tensor:
+        for b, length in enumerate(prompt_len.tolist()):
+            self.seen.append((length, positions[b][is_image[b]].unique().tolist()))
+        return positions.float()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_prompts_with_and_without_images_are_in_one_batch(seed: int) -> None:
+    policy = NotesImages()
+    sizes = {"budget": 4, "buffer": 3, "slots": 3, "chunk": 4}
+    trial = Trial(lambda: attrs.evolve(policy), model="images", seed=seed, **sizes)
+    for prompt in (9, 8, 7):
+        trial.arrive(prompt=prompt, new=4)
+    trial.finish()
+    for length, images in ((9, {0, 1}), (8, set()), (7, {2, 3})):
+        seen = [set(found) for num, found in policy.seen if num == length]
+        assert seen
+        assert set.union(*seen) == images
+    assert trial.checked["images"] == 1
