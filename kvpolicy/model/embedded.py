@@ -45,7 +45,8 @@ _NOT_FOR_IMAGES = re.compile(
 # Fields of a configuration that name the tokens in whose place embeddings of images are put.
 _IMAGE_ID = re.compile(r"^(image|video|audio|speech|media_placeholder)_token_(id|index)$")
 
-# Planes of positions: of time, height and width; some models put that of the text before them.
+# Planes of positions: of time, height and width; some models put that of the text before them, and
+# some rotate along four axes.
 _PLANES = (3, 4)
 
 
@@ -162,6 +163,8 @@ class Embedder:
         self._name = type(model).__name__
         self._model = model
         self._twin = Twin(model, None, self._register)
+        rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        self._num_axes = max(len(rope.get("mrope_section") or ()), min(_PLANES))
 
     def __call__(self, given: Mapping[str, Any], is_real: np.ndarray) -> list[EmbeddedPrompt]:
         """What the decoder is given for prompts, of which it has seen nothing before.
@@ -192,7 +195,8 @@ class Embedder:
                 before[mask] += int(columns[mask][row].sum())
             kept = {name: one[row, real.to(one.device)] for name, one in columns.items()}
             rope = None if planes is None else planes[:, row, real.to(planes.device)]
-            offset = 0 if rope is None else int(rope[-3:].max()) + 1 - int(real.sum())
+            # Of more planes than axes, the first is that of the text.
+            offset = 0 if rope is None else int(rope[-self._num_axes :].max()) + 1 - int(real.sum())
             prompts.append(EmbeddedPrompt(0, kept, own, rope, offset, ahead[row]))
         return prompts
 
@@ -211,10 +215,6 @@ class Embedder:
         if not isinstance(positions, Tensor):
             return None
         if positions.dim() == 3 and len(positions) in _PLANES:
-            config = self._model.config.get_text_config(decoder=True)
-            axes = (getattr(config, "rope_parameters", None) or {}).get("mrope_section") or ()
-            if len(axes) > 3:  # the first of four planes is elsewhere that of the text
-                self._refuse(f"rotates along {len(axes)} axes, and 3 are known")
             return positions
         if positions.dim() != 2 or not _count_tokens(positions, is_real):
             self._refuse("gives its decoder positions of its own")

@@ -28,9 +28,13 @@ PLANS = {
     name: Plan.uniform(name, budget=8, buffer=4, knobs={name: knobs})
     for name, knobs in KNOBS.items()
 }
-# Tokens of an image that attend to each other, positions in planes, images in tiles, plain ones.
+# Tokens of an image that attend to each other, positions in planes, images in tiles, plain ones,
+# and layers with states of fixed size.
 CLASSES = [
     "Gemma3ForConditionalGeneration",
+    "HunYuanVLForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
@@ -289,6 +293,19 @@ def test_what_is_no_image_of_the_model_is_refused() -> None:
     ids = torch.tensor([[5, 9]])
     with pytest.raises(CacheError, match="labels"), torch.no_grad():
         model(ids, labels=ids, **cache_argument(PolicyCache(model, FULL)))
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_embeddings_in_the_place_of_tokens_are_refused(with_ids: bool) -> None:
+    """Policies read tokens, and `generate` gives a forward either these or embeddings."""
+    model, _ = seeing(PLAIN)
+    ids = torch.tensor([[5, 9, 40]])
+    given = {"inputs_embeds": model.get_input_embeddings()(ids)}
+    given |= {"input_ids": ids} if with_ids else {}
+    held = PolicyCache(model, FULL)
+    with pytest.raises(CacheError, match="input_ids"), torch.no_grad():
+        model.generate(**given, max_new_tokens=2, **cache_argument(held))
+    assert answers(model, [[5, 9, 40]], [None], held) == answers(model, [[5, 9, 40]], [None])
 
 
 def test_an_image_id_in_a_text_of_an_engine_is_a_token_as_any_other() -> None:

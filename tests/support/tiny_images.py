@@ -6,7 +6,7 @@ model says how many tokens an image takes.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -41,18 +41,76 @@ _VISION = {
     "temporal_patch_size": 2,
 }
 
+_SOUND = {"max_source_positions": 16, "num_mel_bins": 8}
+_CODES = 8  # of an image of a model that quantises it
+_MOST_TOKENS = 20  # that are tried where a model does not say how many an image takes
+
 _OF_CLASSES: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {4: 4}},
+    "chameleon": {
+        "vocabulary_map": {
+            "<image>": IMAGE,
+            **{f"IMGIMG{'ABCDEFGH'[code]}Z": 40 + code for code in range(_CODES)},
+        },
+        "vq_config": {
+            "base_channels": 32,
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+            "num_embeddings": _CODES,
+            "resolution": 8,
+        },
+    },
+    "emu3": {
+        "vocabulary_map": {
+            "<image>": IMAGE,
+            "<|extra_200|>": 39,
+            **{f"<|visual token {code:06d}|>": 40 + code for code in range(_CODES)},
+        },
+        "vq_config": {
+            "base_channels": 32,
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+            "codebook_size": _CODES,
+        },
+    },
+    "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [0]}},
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e5,
+                "mrope_section": [1, 1, 2],
+            }
+        }
+    },
     "gemma3": {"mm_tokens_per_image": 4},
+    "got_ocr2": {"vision_config": {"initializer_range": 0.4}},
+    "granite_docling": {"vision_config": {"image_size": 16}},
+    "granite_speech": {"projector_config": {"encoder_hidden_size": 32}},
+    "granite_speech_plus": {"projector_config": {"encoder_hidden_size": 32}},
+    "kimi_k25": {"projection_hidden_size": 32},
+    "mllama": {
+        "vision_config": {"intermediate_layers_indices": [0], "vision_output_dim": 64},
+        "text_config": {"cross_attention_layers": [1]},
+    },
+    "molmo2": {"vision_config": {"image_size": [8, 8]}},
+    "muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 32},
+    "qwen2_audio": {"audio_config": _SOUND},
+    "qwen3_asr": {"audio_config": {"n_window": 8}},
+    "voxtral": {"audio_config": _SOUND},
+    "gemma4": {"vision_config": {"pooling_kernel_size": 2}},
     "internvl": {
         "vision_config": {"image_size": [8, 8], "patch_size": [4, 4]},
         "downsample_ratio": 0.5,
     },
+    "llava_onevision": {"image_grid_pinpoints": [[8, 8], [8, 16]]},
     "llava_next": {"image_grid_pinpoints": [[8, 8], [8, 16]]},
     "llava_next_video": {"image_grid_pinpoints": [[8, 8], [8, 16]]},
     "idefics3": {"scale_factor": 2},
     "smolvlm": {"scale_factor": 2},
     "mistral3": {"text_config": {"sliding_window": None}},
     "paligemma": {"vision_config": {"projection_dim": 32}, "projection_dim": 32},
+    "vipllava": {"vision_feature_layers": [-1, -1]},
 }
 
 
@@ -63,20 +121,24 @@ class Image:
     Attributes:
         num_tokens: Tokens that it takes in a prompt.
         arguments: Arguments of the forward; of several images they are joined along the first axis.
-        has_types: Whether the forward is told which tokens are of images, and by which name.
+        types: The name by which the forward is told which tokens are of images, if it is.
+        token: The token in whose place it is put; of sound it is another.
+        packed: Arguments that are joined along the last axis.
     """
 
     num_tokens: int
     arguments: Mapping[str, Tensor]
     types: str | None = None
+    token: int = IMAGE
+    packed: tuple[str, ...] = ()
 
     def prompt(self, before: list[int], after: list[int]) -> list[int]:
         """A prompt with the image between tokens."""
-        return [*before, *[IMAGE] * self.num_tokens, *after]
+        return [*before, *[self.token] * self.num_tokens, *after]
 
 
 def tiny_seeing_model(class_name: str, **needs: Any) -> PreTrainedModel:
-    """A tiny random model that takes images."""
+    """A tiny random model that takes images, or sound."""
     import transformers
 
     config_class = getattr(transformers, class_name).config_class
@@ -85,33 +147,51 @@ def tiny_seeing_model(class_name: str, **needs: Any) -> PreTrainedModel:
     known = {*vars(default), *config_class.attribute_map}
     given = dict(NEEDS.get(kind, {})) | {name: one for name, one in _IDS.items() if name in known}
     own = dict(_OF_CLASSES.get(kind, {}))
-    for name in config_class.sub_configs:
+    for name, part_class in config_class.sub_configs.items():
         part = getattr(default, name, None)
-        if isinstance(part, PretrainedConfig) and ("vision" in name or "image" in name):
-            sizes = {one: size for one, size in _VISION.items() if one in vars(part)}
+        sees = "vision" in name or "image" in name
+        if part is None and sees and name in own:  # there is none by default
+            part = part_class()
+        if isinstance(part, PretrainedConfig) and (sees or name in own):
+            sizes = (
+                {one: size for one, size in _VISION.items() if one in vars(part)} if sees else {}
+            )
             given[name] = {**given.get(name, {}), **sizes, **own.pop(name, {})}
+            if getattr(default, name) is None:
+                given[name] = tiny_config(type(part), given[name], seeing=True)
     config = tiny_config(config_class, given | own | needs)
-    return tiny_random_model(class_name, config)
+    model = tiny_random_model(class_name, config)
+    for name, weight in model.named_parameters():
+        if name.endswith(("_attn_gate", "_mlp_gate")):  # they let nothing of an image through
+            weight.data.fill_(1.0)
+    return model
 
 
 def image_of(model: PreTrainedModel, seed: int = 0) -> Image | None:
-    """A random image that a model takes; ``None`` if none was found."""
+    """A random image or sound that a model takes; ``None`` if none was found."""
     known = inspect.signature(type(model).forward).parameters
     types = next((one for one in ("mm_token_type_ids", "token_type_ids") if one in known), None)
     for arguments in _forms(model, torch.Generator().manual_seed(seed)):
         if not set(arguments) <= set(known):
             continue
-        try:
-            with torch.no_grad():
-                features = model.get_image_features(**arguments)
-            size = model.config.get_text_config(decoder=True).hidden_size
-            image = Image(_count(features, size), arguments, types)
+        token = AUDIO if any(name.startswith(("input_", "audio_")) for name in arguments) else IMAGE
+        packed = ("pixel_values",) if "target_sizes" in arguments else ()
+        for count in _counts(model, arguments):
+            image = Image(count, arguments, types, token, packed)
+            other = {
+                name: -one if one.is_floating_point() else one for name, one in arguments.items()
+            }
             ids = torch.tensor([image.prompt([5, 9], [11])])
-            with torch.no_grad():
-                model(input_ids=ids, **of_images([image], ids))
-        except Exception:
-            continue
-        return image
+            try:
+                with torch.no_grad():
+                    found, changed = (
+                        model(input_ids=ids, **of_images([one], ids)).logits
+                        for one in (image, attrs.evolve(image, arguments=other))
+                    )
+            except Exception:
+                continue
+            if not torch.equal(found, changed):
+                return image
     return None
 
 
@@ -119,33 +199,97 @@ def of_images(images: list[Image], ids: Tensor) -> dict[str, Tensor]:
     """Arguments of a forward for all images of a batch, in the order of its rows."""
     if not images:
         return {}
+    first = images[0]
     joined = {
-        name: torch.cat([image.arguments[name] for image in images]) for name in images[0].arguments
+        name: torch.cat([one.arguments[name] for one in images], dim=-(name in first.packed))
+        for name in first.arguments
     }
-    types = images[0].types
-    return joined if types is None else {**joined, types: (ids == IMAGE).long()}
+    return joined if first.types is None else {**joined, first.types: (ids == first.token).long()}
 
 
 def _forms(model: PreTrainedModel, rng: torch.Generator) -> Iterator[dict[str, Tensor]]:
+    """What forwards of models are given for one image, or for one sound."""
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=rng)
+
     vision = getattr(model.config, "vision_config", None)
     patch, size = getattr(vision, "patch_size", 4), getattr(vision, "image_size", 8)
     patch, size = (one[0] if isinstance(one, (list, tuple)) else one for one in (patch, size))
     patch, size = patch or 4, size or 8
-    pixels = torch.randn(1, 3, size, size, generator=rng)
-    sizes = torch.tensor([[size, size]])
+    pixels, sizes = random(1, 3, size, size), torch.tensor([[size, size]])
+    # Patches, a row each
     frames = getattr(vision, "temporal_patch_size", 1) or 1
     grid = torch.tensor([[1, 4, 4]])
-    flat = torch.randn(16, 3 * frames * patch * patch, generator=rng)
-    yield {"pixel_values": flat, "image_grid_thw": grid}
+    for width in dict.fromkeys((frames, 1, 2)):
+        flat = random(16, 3 * width * patch * patch)
+        yield {"pixel_values": flat, "image_grid_thw": grid}
+        yield {"pixel_values": flat, "image_grid_thw": grid, "image_merge_sizes": torch.tensor([2])}
+    yield {"pixel_values": random(16, 3, patch, patch), "image_grid_thw": grid}
+    flat, places = (
+        random(1, 16, 3 * patch * patch),
+        torch.tensor([[x, y] for y in range(4) for x in range(4)]),
+    )
+    yield {
+        "pixel_values": flat,
+        "spatial_shapes": grid[:, 1:],
+        "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long),
+    }
+    yield {"pixel_values": flat, "image_position_ids": places[None]}
+    yield {
+        "pixel_values": random(1, 3, patch, 16 * patch),
+        "target_sizes": grid[:, 1:].int(),
+    }
+    # Whole images
     yield {"pixel_values": pixels, "image_sizes": sizes}
-    larger = torch.randn(1, 3, 2 * size, 2 * size, generator=rng)
-    yield {"pixel_values": larger, "image_sizes": 2 * sizes}
-    tiles = torch.randn(1, 3, 3, size, size, generator=rng)
-    yield {"pixel_values": tiles, "image_sizes": torch.tensor([[size, 2 * size]])}
+    yield {"pixel_values": random(1, 3, 2 * size, 2 * size), "image_sizes": 2 * sizes}
+    yield {
+        "pixel_values": random(1, 3, 3, size, size),
+        "image_sizes": torch.tensor([[size, 2 * size]]),
+    }
+    yield {"pixel_values": pixels, "high_res_pixel_values": random(1, 3, size, size)}
     yield {"pixel_values": pixels}
     whole = torch.ones(1, 1, size, size, dtype=torch.bool)
     yield {"pixel_values": pixels[:, None], "pixel_attention_mask": whole}
+    yield {"pixel_values": pixels[:, None], "pixel_attention_mask": whole[:, :, 0, 0]}
     yield {"pixel_values": pixels[:, None]}
+    yield {
+        "pixel_values": random(1, 4, 3 * (getattr(model.config, "patch_size", None) or patch) ** 2)
+    }
+    yield {
+        "pixel_values": random(1, 1, 4, 3, size, size),
+        "aspect_ratio_ids": torch.tensor([[1]]),
+        "aspect_ratio_mask": torch.ones(1, 1, 4, dtype=torch.long),
+    }
+    # Sound
+    audio = getattr(model.config, "audio_config", None) or getattr(
+        model.config, "encoder_config", None
+    )
+    mels = getattr(audio, "num_mel_bins", None) or getattr(audio, "input_dim", None) or 80
+    longest = 2 * (getattr(audio, "max_source_positions", None) or 16)
+    for length in dict.fromkeys((longest, 32, 3000)):
+        heard, all_of_it = random(1, mels, length), torch.ones(1, length, dtype=torch.long)
+        yield {"input_features": heard, "input_features_mask": all_of_it}
+        yield {"input_features": heard, "feature_attention_mask": all_of_it}
+        yield {"input_features": heard}
+        yield {"input_features": heard.mT.contiguous()}
+
+
+def _counts(model: PreTrainedModel, arguments: Mapping[str, Tensor]) -> Sequence[int]:
+    """How many tokens an image may take, by what the model says of it."""
+    kind = "image" if any("pixel" in name for name in arguments) else "audio"
+    owners = (model, getattr(model, "model", None))
+    asked = [getattr(one, f"get_{kind}_features", None) for one in owners]
+    features = next(filter(None, asked), None)
+    if features is None:
+        return range(1, _MOST_TOKENS)
+    try:
+        with torch.no_grad():
+            found = features(**arguments)
+    except Exception:
+        return ()
+    count = _count(found, model.config.get_text_config(decoder=True).hidden_size)
+    return (count,) if count else ()
 
 
 def _count(features: Any, size: int) -> int:

@@ -307,7 +307,7 @@ def _reason(row: Row) -> str:
     """Why, without what differs between classes of one reason."""
     if row["verdict"] == "equal":
         return str(row["path"])
-    why = re.sub(r"^(a model with|model) \w+ cannot be run: ", "", row["why"])
+    why = re.sub(r"^(a model with|model) \w+ cannot be run( with these images)?: ", "", row["why"])
     why = why.replace(row["class"], "it").split("\n")[0]
     why = re.sub(r"; give eager=True, which may run it$", "", why)
     why = re.sub(r"\b\d+ of its \d+ layers use", "not all of its layers use", why)
