@@ -33,7 +33,7 @@ from kvpolicy.attention.numba_backend.lanes import (
 )
 from kvpolicy.attention.numba_backend.rows import BF16, FP16, FP32, numbers, put_exact, store
 from kvpolicy.attention.torch_backend.decode import drop_oldest, store_and_attend
-from kvpolicy.numba_common import FASTMATH, is_forked, start_threads, take_threads
+from kvpolicy.numba_common import FASTMATH, exp, is_forked, start_threads, take_threads
 from kvpolicy.opaque import call_opaque
 
 start_threads()
@@ -49,30 +49,6 @@ _FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 _PART = 256  # rows of a task at most: enough tasks for all threads, and each is worth its start
 _AHEAD = 32  # rows that the processor is told of before they are read
 _BLOCK = 32  # rows that become numbers at once, which stay in the first cache
-
-
-@njit(fastmath=FASTMATH, error_model="numpy")
-def _exp(numbers, most, powers):
-    """Replace numbers by ``exp(number - most)``, which is at most 1, with vector instructions.
-
-    That of the C library takes one number at a time. The polynomial is that of the Cephes library
-    (Moshier), whose error is below 1e-7.
-    """
-    two = powers.view(np.float32)
-    for i in range(len(numbers)):
-        x = numbers[i] - most
-        # Smaller ones are 0 as well as this one is. NaN is not smaller.
-        x = np.float32(-87) if x < np.float32(-87) else x
-        n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
-        r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-        y = np.float32(1.9875691500e-4)
-        y = y * r + np.float32(1.3981999507e-3)
-        y = y * r + np.float32(8.3334519073e-3)
-        y = y * r + np.float32(4.1665795894e-2)
-        y = y * r + np.float32(1.6666665459e-1)
-        y = y * r + np.float32(5.0000001201e-1)
-        powers[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
-        numbers[i] = (y * r * r + r + np.float32(1)) * two[i]
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -218,7 +194,7 @@ def _attend(
         if logits.shape[0]:
             logits[member, :num_rows] = own
         most[member] = _most(weights[member : member + 1], num_rows)
-        _exp(own, most[member], powers)
+        exp(own, most[member], powers)
         number = np.float32(0)
         for row in range(num_rows):
             number += own[row]
@@ -264,7 +240,7 @@ def _accumulate(logits, most, total, sums, squares, squares_logit, squares_logit
     for member in range(logits.shape[0]):
         read = logits[member, :num_rows]
         weights[:] = read
-        _exp(weights, most[member], powers)
+        exp(weights, most[member], powers)
         for row in range(num_rows):
             weights[row] /= total[member]
         for row in range(sums.shape[0]):

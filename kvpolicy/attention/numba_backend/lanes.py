@@ -113,14 +113,15 @@ def write(typingctx, array, row, column, lanes):
     return types.void(array, types.intp, types.intp, _lanes), make
 
 
-def _codes(part):
+def _codes(part, signed=False):
     """A function that reads bytes as numbers, having done something to the bytes."""
 
     @intrinsic
     def read_codes(typingctx, array, row, column):
         def make(context, builder, signature, args):
             codes = part(builder, _read(context, builder, signature, args, _BYTES, 1))
-            return builder.sitofp(builder.zext(codes, _INTS), _FLOATS)
+            widen = builder.sext if signed else builder.zext
+            return builder.sitofp(widen(codes, _INTS), _FLOATS)
 
         return _lanes(array, types.intp, types.intp), make
 
@@ -131,6 +132,8 @@ def _codes(part):
 read_bytes = _codes(lambda builder, codes: codes)
 read_lower = _codes(lambda builder, codes: builder.and_(codes, ir.Constant(_BYTES, [15] * LANES)))
 read_upper = _codes(lambda builder, codes: builder.lshr(codes, ir.Constant(_BYTES, [4] * LANES)))
+#: Numbers of bytes with a sign.
+read_signed = _codes(lambda builder, codes: codes, signed=True)
 
 
 def _of_bf16(builder, halves, integers, floats):
