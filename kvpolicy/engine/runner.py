@@ -12,6 +12,7 @@ from torch import Tensor
 from kvpolicy.cache.eager_step import EagerStep
 from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.static_step import StaticStep
+from kvpolicy.devices import HAS_NUMBA
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.step import Drawn, Output, Step
 from kvpolicy.model.adapter import ModelAdapter
@@ -71,7 +72,8 @@ class Runner:
             self.graphs = GraphRunner(self.as_it_is)
         self.recorded: RecordedSteps | None = None
         if adapter.device.type == "cpu" and compiled is None and graph_problem is None:
-            self.recorded = RecordedSteps()
+            is_packed = adapter.weights.packed_bytes > 0
+            self.recorded = RecordedSteps(fuses=is_packed and HAS_NUMBA)
 
     @property
     def is_static(self) -> bool:

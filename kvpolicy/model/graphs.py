@@ -16,14 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.cache.static_step import StaticStep
-from kvpolicy.devices import HAS_TRITON
 from kvpolicy.errors import KVPolicyError, error_summary
-from kvpolicy.model.fused.record import NotRecordableError, record
-from kvpolicy.model.fused.rewrite import Counts, fuse
+from kvpolicy.model.fused.rewrite import Counts
+from kvpolicy.model.fused.step import Output, fused
 from kvpolicy.model.static_forward import Compiled, StaticForward, module_of
-
-# What a step answers: logits ``[W, V]`` and hidden states.
-Output = tuple[Tensor, Tensor | None]
 
 # Libraries allocate and choose kernels in the first runs.
 _WARM_UPS = 3
@@ -69,47 +65,6 @@ class CudaGraphs:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = run()
         return Graph(graph.replay, output)
-
-
-@attrs.frozen(eq=False)
-class Fused:
-    """A function of tensors in fewer kernels, or as it was.
-
-    Attributes:
-        run: The function.
-        counts: How many groups of operators have become one; ``None``: it could not be recorded.
-        problem: Why it is as it was; ``None``: it is not.
-    """
-
-    run: Callable[[], Output]
-    counts: Counts | None
-    problem: str | None
-
-
-def fused(run: Callable[[], Output]) -> Fused:
-    """Rewrite what a function does, so that it needs fewer kernels; it is run a few times."""
-    counts = None
-    try:
-        recording = record(run)
-        (logits, _), on_gpu = recording.output, recording.output[0].is_cuda
-        if on_gpu and not HAS_TRITON:
-            return Fused(run, None, "Triton is not installed")
-        logits = logits.clone()
-        counts = fuse(recording)
-        program = recording.program()
-        found, _ = program()
-    except NotRecordableError as error:
-        return Fused(run, counts, str(error))
-    except Exception as error:  # of Triton's compiler, of memory, or of the function itself
-        return Fused(run, counts, error_summary(error))
-    if on_gpu:
-        torch.cuda.empty_cache()  # where weights were before they were joined
-    if not any(counts.values()):
-        problem = "it has no norms, rotations, gates or products that are known"
-        return Fused(run, counts, problem)
-    if not _are_close(found, logits):
-        return Fused(run, counts, "it would compute other numbers")
-    return Fused(program, counts, None)
 
 
 class GraphRunner:
@@ -227,13 +182,6 @@ class GraphRunner:
             self._addresses = addresses
             self._graphs.clear()
             self._memory = []
-
-
-def _are_close(found: Tensor, expected: Tensor) -> bool:
-    """Whether logits are equal up to rounding, by the norm of their difference."""
-    share = 0.1 if expected.dtype.itemsize < 4 else 0.01
-    distance = (found.float() - expected.float()).norm()
-    return not distance > share * expected.float().norm()  # NaN is no matter of how it is run
 
 
 def _runs_python(module: nn.Module) -> bool:

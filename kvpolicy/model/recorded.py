@@ -2,8 +2,11 @@
 
 A step of a small model spends an eighth of its time there, more on a busy machine. So a step
 that has run some times is recorded as the operators that it runs (`kvpolicy.model.fused.record`),
-and these are run from then on, on tensors at the same addresses. They are the same operators in the
-same order: numbers do not change, to the last bit.
+and these are run from then on, on tensors at the same addresses. With plain weights, they are the
+same operators in the same order: numbers do not change, to the last bit.
+
+With packed weights, whose products are rounded in another order anyway, groups of operators become
+one each (`kvpolicy.model.fused`): norms with the sum before them, rotations, gates.
 
 What a recording cannot know of, it must not outlive: before each step the modules of the model are
 looked at, as are the addresses of its weights and of the cache.
@@ -15,15 +18,13 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as all_modules
 
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.model.fused.record import NotRecordableError, record
+from kvpolicy.model.fused.step import Output, fused
 from kvpolicy.model.static_forward import module_of, static_forward
-
-# What a step answers: logits ``[W, V]`` and hidden states.
-Output = tuple[Tensor, Tensor | None]
 
 # Recording takes as long as some tens of steps.
 STEPS_BEFORE = 64
@@ -37,13 +38,15 @@ class RecordedSteps:
 
     Attributes:
         problem: Why steps are not recorded; ``None``: they are, or none came often enough yet.
+        fuses: Whether groups of operators become one, which changes the order of sums.
         num_replayed: Steps that were run from recordings.
     """
 
     problem: str | None = None
     num_replayed: int = 0
 
-    def __init__(self) -> None:
+    def __init__(self, *, fuses: bool = False) -> None:
+        self.fuses = fuses
         self._programs: dict[tuple[object, ...], Callable[[], Output]] = {}
         self._num_steps: Counter[tuple[object, ...]] = Counter()
         self._seen: _Seen | None = None
@@ -73,21 +76,38 @@ class RecordedSteps:
     def _record(self, kind: tuple[object, ...], call: Callable[..., Any], given: Any) -> bool:
         """Record a step in which no slot takes part; whether that was possible."""
         step: StaticStep = given.step
-        try:
-            with step.idle(step.width):
-                recording = record(lambda: static_forward(call, given))
-                program = recording.program()
-                is_equal = torch.equal(program()[0], recording.output[0])
-        except NotRecordableError as error:
-            self.problem = str(error)
-            return False
-        if not is_equal:
-            self.problem = "other numbers would be computed"
+
+        def run() -> Output:
+            return static_forward(call, given)
+
+        with step.idle(step.width):
+            program = self._fused(run) if self.fuses else None
+            program = program or self._recorded(run)
+        if program is None:
             return False
         if self._seen is None:
             self._seen = _Seen(module_of(call), step)
         self._programs[kind] = program
         return True
+
+    def _fused(self, run: Callable[[], Output]) -> Callable[[], Output] | None:
+        """The step in fewer kernels, if that can be had."""
+        found = fused(run, binds=True)
+        return found.run if found.problem is None else None
+
+    def _recorded(self, run: Callable[[], Output]) -> Callable[[], Output] | None:
+        """The step as it is; ``None``: it cannot be recorded."""
+        try:
+            recording = record(run)
+            program = recording.program()
+            is_equal = torch.equal(program()[0], recording.output[0])
+        except NotRecordableError as error:
+            self.problem = str(error)
+            return None
+        if not is_equal:
+            self.problem = "other numbers would be computed"
+            return None
+        return program
 
 
 class _Seen:

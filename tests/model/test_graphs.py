@@ -17,8 +17,9 @@ from kvpolicy.cache.static_step import StaticStep, width_for
 from kvpolicy.engine.requests.request import Sampling
 from kvpolicy.engine.runner import Runner
 from kvpolicy.engine.tracing import recording
-from kvpolicy.model import graphs
-from kvpolicy.model.graphs import Graph, GraphRunner, Output
+from kvpolicy.model.fused import step as fused_step
+from kvpolicy.model.fused.step import Output
+from kvpolicy.model.graphs import Graph, GraphRunner
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6, [9] * 5, [4, 4]]
 PLAN = Plan.uniform("h2o", "protect", budget=12, buffer=5)
@@ -252,7 +253,8 @@ def test_a_step_that_cannot_be_captured_runs_without(
 def test_a_step_that_cannot_be_fused_is_captured_as_it_is(
     problem: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fuse(recording: Any) -> dict[str, int]:
+    def fuse(recording: Any, *, joins: bool) -> dict[str, int]:
+        assert joins
         if problem == "no kernel":
             raise CompilationError
         for node in list(recording.graph.nodes):
@@ -260,7 +262,7 @@ def test_a_step_that_cannot_be_fused_is_captured_as_it_is(
                 node.target = torch.ops.aten.relu.default
         return {"gates": 2}
 
-    monkeypatch.setattr(graphs, "fuse", fuse)
+    monkeypatch.setattr(fused_step, "fuse", fuse)
     run = Engine(tiny_model(), plan=PLAN, slots=5).generate(requests())
     replayed = [result.tokens for result in run.results()]
     assert recorder.widths == [5, 4, 2, 1]

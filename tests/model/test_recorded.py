@@ -1,4 +1,4 @@
-"""Steps that are run from recordings are the steps of the model, to the last bit."""
+"""Steps that are run from recordings are those of the model, to the last bit with plain weights."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -97,7 +97,10 @@ def test_packed_weights(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = packed_model(tiny_model(), cpu_weights=form)
     found = outcome(model, PLANS["h2o"])
     assert found[2] == "static, recorded"
-    check_same(found, plainly(monkeypatch, model, PLANS["h2o"]))
+    plain = plainly(monkeypatch, model, PLANS["h2o"])
+    assert found[0] == plain[0]
+    for ours, theirs in zip(found[1], plain[1], strict=True):  # they may be fused
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -1,10 +1,12 @@
-"""How long does a decode step take on a CPU with the Python of the model, and from a recording?
+"""How long does a decode step take on a CPU with the Python of the model, recorded, and fused?
 
     python tests/support/recorded_steps.py            # some minutes on a CPU
 
-Each model takes a step in turn in both ways, so that they meet the same machine; printed is the
+Each model takes a step in turn in all ways, so that they meet the same machine; printed is the
 least time of each in milliseconds of one thread's processor time, which other processes change
-little. Caches are full, of random rows; both ways give the same numbers to the last bit.
+little. Caches are full, of random rows. Packed weights alone are fused, where Numba is installed.
+
+    python tests/support/recorded_steps.py packed,bf16 1,8    # forms, batches of the larger model
 """
 
 import sys
@@ -25,15 +27,17 @@ def main() -> None:
     """Print a row for each model, batch and number of rows held."""
     torch.set_num_threads(1)
     sys.stdout.write(
-        "| model | weights | batch | rows | the model's Python, ms | recorded, ms | |\n"
+        "| model | weights | batch | rows | the model's Python, ms | recorded, ms | fused, ms |\n"
     )
     sys.stdout.write("|---|---|--:|--:|--:|--:|--:|\n")
-    reasoner, _ = load_model("reasoner")
-    for batch in (1, 8):
-        sys.stdout.write(f"{row('`reasoner`', 'plain', reasoner, batch, held=100)}\n")
-    for form in ("plain", "packed", "bf16", "int8"):
+    forms, batches = sys.argv[1:3] or ("plain,packed,bf16,int8", "1,8")
+    if len(sys.argv) < 2:
+        reasoner, _ = load_model("reasoner")
+        for batch in (1, 8):
+            say(row("`reasoner`", "plain", reasoner, batch, held=100))
+    for form in forms.split(","):
         model = shape_of_smollm2(form)
-        for batch in (1, 8) if form == "packed" else (1,):
+        for batch in map(int, batches.split(",")):
             say(row("SmolLM2-135M's shape", form, model, batch, held=576))
 
 
@@ -64,10 +68,13 @@ def row(name: str, form: str, model: PreTrainedModel, batch: int, held: int) -> 
     """Measure both ways in turn."""
     steps = STEPS_BEFORE + STEPS + 2
     runs: dict[str, Run] = {}
-    for way in ("python", "recorded"):
+    for way in ("python", "recorded", "fused"):
         engine = Engine(model, None, Plan.uniform("full"), slots=batch)
         runs[way] = filled_run(engine, Decode(batch=batch, held=held, steps=steps), steps=steps)
     runs["python"].core.runner.recorded = None
+    recorded = runs["recorded"].core.runner.recorded
+    assert recorded is not None
+    recorded.fuses = False
     least = dict.fromkeys(runs, float("inf"))
     for number in range(steps):
         for way, run in runs.items():
@@ -75,9 +82,9 @@ def row(name: str, form: str, model: PreTrainedModel, batch: int, held: int) -> 
             run.step()
             if number > STEPS_BEFORE + 1:
                 least[way] = min(least[way], 1000 * (time.thread_time() - start))
-    python, recorded = least["python"], least["recorded"]
-    numbers = f"{python:.2f} | {recorded:.2f} | {recorded / python:.2f}"
-    return f"| {name} | {form} | {batch} | {held} | {numbers} |"
+    python, recorded_ms, fused = (least[way] for way in runs)
+    times = f"{python:.2f} | {recorded_ms:.2f} | {fused:.2f} ({fused / recorded_ms:.2f})"
+    return f"| {name} | {form} | {batch} | {held} | {times} |"
 
 
 if __name__ == "__main__":

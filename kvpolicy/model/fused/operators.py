@@ -1,8 +1,8 @@
 """Operators that do in one kernel what a model does in several: norms, rotations, gates.
 
 They round where the operators do that they replace, so that a step in half precision differs from
-the model's own by the order of sums only. On a CPU they are these operators, for tests; GPUs run
-them in Triton.
+the model's own by the order of sums only. GPUs run them in Triton, and CPUs in Numba where it is
+installed and they are in fp32; elsewhere they are these operators.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from kvpolicy.devices import HAS_TRITON
+from kvpolicy.devices import HAS_NUMBA, HAS_TRITON
 
 _LIBRARY = torch.library.Library("kvpolicy", "FRAGMENT")
 _LIBRARY.define("norm(Tensor states, Tensor weight, float eps) -> Tensor")
@@ -81,15 +81,30 @@ def gate(gate: Tensor, up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
-_ON_CPU: dict[str, Callable[..., Any]] = {
+_PLAIN: dict[str, Callable[..., Any]] = {
     "norm": norm,
     "add_norm": add_norm,
     "rotate": rotate,
     "gate": gate,
 }
-for _name, _function in _ON_CPU.items():
-    _LIBRARY.impl(_name, _function, "CPU")
-    torch.library.register_fake(f"kvpolicy::{_name}", _function, lib=_LIBRARY)
+
+
+def _on_cpu(name: str) -> Callable[..., Any]:
+    plain = _PLAIN[name]
+
+    def run(states: Tensor, *args: Any) -> Any:
+        if not HAS_NUMBA or states.dtype != torch.float32:
+            return plain(states, *args)
+        from kvpolicy.model.fused import numba_kernels
+
+        return getattr(numba_kernels, name)(states, *args)
+
+    return run
+
+
+for _name in _PLAIN:
+    _LIBRARY.impl(_name, _on_cpu(_name), "CPU")
+    torch.library.register_fake(f"kvpolicy::{_name}", _PLAIN[_name], lib=_LIBRARY)
 
 
 def _in_triton(name: str) -> Any:
@@ -102,5 +117,5 @@ def _in_triton(name: str) -> Any:
 
 
 if HAS_TRITON:
-    for _name in _ON_CPU:
+    for _name in _PLAIN:
         _LIBRARY.impl(_name, _in_triton(_name), "CUDA")

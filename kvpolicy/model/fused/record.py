@@ -65,6 +65,21 @@ def is_view(node: Node) -> bool:
     return found
 
 
+def viewed(node: Node) -> Node | None:
+    """What a node is a view of; ``None``: it has memory of its own."""
+    if is_view(node):
+        return next(iter(node.all_input_nodes), None)
+    if not node.meta.get("is_part", False):
+        return None
+    return node.all_input_nodes[0].all_input_nodes[0]  # such as of what was split
+
+
+def location(node: Node) -> tuple[int, tuple[int, ...]] | None:
+    """Where the numbers of a node's tensor were in its memory: offset and strides."""
+    found: tuple[int, tuple[int, ...]] | None = node.meta.get("location")
+    return found
+
+
 def writes(node: Node) -> list[Node]:
     """The nodes whose tensors an operator changes in place."""
     return [] if node.op != "call_function" else list(_written(node.target, node.args, node.kwargs))
@@ -216,7 +231,9 @@ class _Recorder(TorchDispatchMode):
             self._know(result, node)
         elif isinstance(result, (tuple, list)):
             for index, part in enumerate(result):
-                self._know(part, self.graph.call_function(getitem, (node, index)))
+                of_part = self.graph.call_function(getitem, (node, index))
+                of_part.meta["is_part"] = not is_mutable and _storage(part) in memory
+                self._know(part, of_part)
         return result
 
     def opaque(
@@ -233,6 +250,8 @@ class _Recorder(TorchDispatchMode):
 
     def _know(self, tensor: Tensor, node: Node) -> None:
         node.meta["layout"] = Layout.of(tensor)
+        if not tensor.is_mkldnn:
+            node.meta["location"] = tensor.storage_offset(), tuple(tensor.stride())
         self._nodes[tensor] = node
 
     def _check(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], result: Any) -> None:

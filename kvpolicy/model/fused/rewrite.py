@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from kvpolicy.devices import HAS_NUMBA
 from kvpolicy.model.fused.join_weights import joined
 from kvpolicy.model.fused.operators import ADD_NORM, DTYPES, GATE, LONGEST_ROW, NORM, ROTATE
-from kvpolicy.model.fused.record import Layout, Recording, getitem, layout, writes
+from kvpolicy.model.fused.record import Layout, Recording, getitem, layout, location, writes
 
 aten = torch.ops.aten
 
@@ -32,16 +33,20 @@ _CASTS = {
 _POW, _MEAN, _RSQRT = aten.pow.Tensor_Scalar, aten.mean.dim, aten.rsqrt.default
 _ADD, _MUL = aten.add.Tensor, aten.mul.Tensor
 _SILU, _LINEAR, _NEG = aten.silu.default, aten.linear.default, aten.neg.default
+_DETACH = aten.detach.default
 _CAT, _SLICE, _TRANSPOSE = aten.cat.default, aten.slice.Tensor, aten.transpose.int
 
 #: What `fuse` makes of groups of operators, and how many of each.
 Counts = dict[str, int]
 
 
-def fuse(recording: Recording) -> Counts:
+def fuse(recording: Recording, *, joins: bool = True) -> Counts:
     """Rewrite a recording.
 
-    Weights that are multiplied with the same input are moved in memory, see `join_weights`.
+    Args:
+        recording: The recording, which is changed.
+        joins: Whether products of one input become one. Their weights are moved in memory, see
+            `join_weights`.
 
     Returns:
         How many norms, rotations, gates and joint products there are now.
@@ -51,10 +56,23 @@ def fuse(recording: Recording) -> Counts:
         "norms": _fuse_norms(graph),
         "rotations": _fuse_rotations(graph),
         "gates": _fuse_gates(graph),
-        "joint products": _join_products(recording),
+        "joint products": _join_products(recording) if joins else 0,
     }
     _drop_unused(graph)
     return counts
+
+
+def call_on_cpu(recording: Recording) -> None:
+    """Have the fused operators of a recording write to memory of their own, see `bind`."""
+    if not HAS_NUMBA:
+        return
+    from kvpolicy.model.fused.bind import bind
+
+    for node in recording.graph.nodes:
+        if _is(node, _DETACH):
+            node.replace_all_uses_with(node.args[0])
+    bind(recording)
+    _drop_unused(recording.graph)
 
 
 # Norms
@@ -205,6 +223,11 @@ def _without_norms(graph: Graph, rotated: Sequence[Node]) -> tuple[list[Node], l
         _call(graph, _TRANSPOSE, (norm.args[0], 1, 2), layout(node))
         for norm, node in zip(norms, rotated, strict=True)
     ]
+    for node in states:
+        at = location(node.args[0])
+        if at is not None:
+            offset, (slots, tokens, heads, channels) = at
+            node.meta["location"] = offset, (slots, heads, tokens, channels)
     return states, [*(norm.args[1] for norm in norms), norms[0].args[2]]
 
 

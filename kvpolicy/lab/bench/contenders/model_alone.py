@@ -12,7 +12,8 @@ from kvpolicy.lab.bench.contenders.contender import MODEL_ALONE, Contender, Meas
 from kvpolicy.lab.bench.profile import profile_steps
 from kvpolicy.lab.bench.timing import durations, synchronized_time
 from kvpolicy.lab.bench.workload import Decode, Text
-from kvpolicy.model.graphs import CudaGraphs, Graph, Output, fused
+from kvpolicy.model.fused.step import Output, fused
+from kvpolicy.model.graphs import CudaGraphs, Graph
 from kvpolicy.model.static_forward import NewRows
 
 _NUM_STEPS = 64  # all steps take the same time

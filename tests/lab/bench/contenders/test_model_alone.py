@@ -7,7 +7,8 @@ from tiny import tiny_model
 
 from kvpolicy.lab.bench.contenders.model_alone import model_alone
 from kvpolicy.lab.bench.workload import Decode, Text
-from kvpolicy.model.graphs import Graph, Output
+from kvpolicy.model.fused.step import Output
+from kvpolicy.model.graphs import Graph
 
 
 def test_the_model_alone_has_no_cache() -> None:
