@@ -5,6 +5,8 @@ kernels, and the heads of a group their heads, which have the same keys by a str
 keys nor values are copied, and each kernel takes them, those too that know no groups.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -66,9 +68,16 @@ def _lower_right(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) 
         return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling)
     if queries.device.type == "cpu":  # where torch makes the bias below a dense mask
         return _to_two_parts(queries.to(keys.dtype), keys, values, num_rows - length, scaling)
-    with _disable_current_modes():  # such as those that count operations: torch's class fails there
-        bias = causal_lower_right(length, num_rows)
+    bias = _bias(length, num_rows)
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, scale=scaling)
+
+
+@lru_cache(maxsize=4)  # all layers of a forward have the same
+def _bias(length: int, num_rows: int) -> Tensor:
+    """What stands for the mask of queries whose rows are the last of so many; holds no numbers."""
+    with _disable_current_modes():  # such as those that count operations: torch's class fails there
+        bias: Tensor = causal_lower_right(length, num_rows)
+        return bias
 
 
 def _to_two_parts(

@@ -54,7 +54,7 @@ class Visible:
         factory=dict, init=False, repr=False
     )
 
-    @property
+    @cached_property
     def is_lower_right(self) -> bool:
         """Whether the rows that are seen are those below the diagonal that ends in the last row.
 
@@ -63,7 +63,7 @@ class Visible:
         alike = (self.lengths == self.width).all() and (self.num_rows == self.num_rows[0]).all()
         return bool(alike) and self._is_causal
 
-    @property
+    @cached_property
     def has_pads(self) -> bool:
         """Whether some column is a pad."""
         return bool((self.lengths < self.width).any())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.cache.store import RowStore
+from kvpolicy.devices import upload
 
 
 def slot_index(slots: Sequence[int] | np.ndarray) -> slice | list[int]:
@@ -25,6 +26,12 @@ def slot_index(slots: Sequence[int] | np.ndarray) -> slice | list[int]:
     step = slots[1] - first if len(slots) > 1 else 1
     evenly = range(first, last + 1, step) if step > 0 else ()
     return slice(first, last + 1, step) if list(slots) == list(evenly) else list(slots)
+
+
+def index_on(device: torch.device, slots: Sequence[int] | np.ndarray) -> slice | Tensor:
+    """An index of slots for tensors of a device, for which nobody waits."""
+    index = slot_index(slots)
+    return index if isinstance(index, slice) else upload(np.asarray(slots, np.int64), device)
 
 
 class Arena(ABC):

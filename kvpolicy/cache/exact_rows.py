@@ -79,7 +79,7 @@ class OpenExact(OpenRows):
             for numbers in (tokens.seq_len, tokens.width - tokens.lengths)
         )
         places = torch.where(at < seen, at.clamp(min=0) % size, at - seen + before + size)
-        exact = taken_columns(torch.cat([ring[tokens.served], new], dim=2), places)
+        exact = taken_columns(torch.cat([ring[tokens.served_on(ring.device)], new], dim=2), places)
         # The rings are those of the tokens before until the commit.
         sequences, columns, slots, into = tokens.newest(size, ring.device)
         newest = new[sequences, :, columns]

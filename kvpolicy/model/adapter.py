@@ -19,6 +19,7 @@ from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.shape import LayerShape, Rotate, Slab, StateShape
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.compat import cache_argument, layer_configs
+from kvpolicy.devices import upload
 from kvpolicy.errors import KVPolicyError, ModelError, error_summary
 from kvpolicy.model.annotating import annotate_stored_rows, input_hook
 from kvpolicy.model.attention import attention_function
@@ -391,13 +392,15 @@ class ModelAdapter:
         gives_positions: bool = True,
     ) -> Any:
         """What the model gives for the new tokens of a step, whose rows it has stored."""
-        positions = None
+        positions, tokens = None, given.token_ids
+        on_host = tokens.device.type == "cpu"
+        tokens = upload(tokens.numpy(), self.device) if on_host else tokens.to(self.device)
         if gives_positions:
             offset = step.cache.rope_offset[step.tokens.slots]
-            positions = torch.from_numpy(step.position_ids + offset[:, None]).to(self.device)
+            positions = upload(step.position_ids + offset[:, None], self.device)
         with torch.inference_mode(), under_way(given):
             output = self._called(twin)(
-                input_ids=given.token_ids.to(self.device),
+                input_ids=tokens,
                 position_ids=positions,
                 use_cache=True,
                 logits_to_keep=0 if given.wants_logits else self._newest_only(step.width),

@@ -630,7 +630,11 @@ class OpenSlabs(OpenRows):
 
     @abstractmethod
     def put(self, slab: Tensor, new: Tensor | int) -> None:
-        """Write the new rows of a slab, ``[N, H_kv, ...]``."""
+        """Write the new rows of a slab, ``[B, H_kv or 1, L, ...]``, or a number."""
+
+    @abstractmethod
+    def put_each(self, slab: Tensor, new: Tensor) -> None:
+        """Write the new rows of a slab, ``[N, H_kv, ...]`` without pads."""
 
     @abstractmethod
     def read(self, slab: Tensor) -> Tensor:
@@ -644,8 +648,8 @@ class OpenSlabs(OpenRows):
         """Write the new rows behind those held."""
         store, tokens = self.layer.store, self.tokens
         for stored, new in ((store.keys, keys), (store.values, values)):
-            self.put(stored.slab, stored.encode(tokens.real(new)))
-        self.put(self.layer.positions, tokens.on(self.layer.shape.device).positions[:, None])
+            self.put(stored.slab, stored.encode(new))
+        self.put(self.layer.positions, tokens.positions_on(self.layer.shape.device))
         rows = store.read(self.read)
         if not store.is_plain:
             self.layer.layout.counts.note_copy(sum(one.nbytes for one in rows))
@@ -663,7 +667,7 @@ class OpenSlabs(OpenRows):
     def annotate(self, name: str, numbers: Tensor) -> None:
         """Note numbers of the new rows."""
         track = self.layer.tracks[name]
-        self._at_commit.append(partial(self.put, track, numbers.to(track.dtype)))
+        self._at_commit.append(partial(self.put_each, track, numbers.to(track.dtype)))
 
     def discard(self) -> None:
         """Empty the places of the new rows."""

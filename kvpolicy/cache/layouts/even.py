@@ -13,7 +13,8 @@ from kvpolicy.attention.visible import Visible
 from kvpolicy.cache.arena import SlabArena, slot_index
 from kvpolicy.cache.contents import LayerContents
 from kvpolicy.cache.layouts.base import LayerCache, OpenRows, OpenSlabs, RowLayout
-from kvpolicy.cache.layouts.span import Columns, Entries, Kept, Span, taken
+from kvpolicy.cache.layouts.places import Places, new_places
+from kvpolicy.cache.layouts.span import Columns, Entries, Kept, Span, row_index, taken
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.devices import upload
 
@@ -107,11 +108,9 @@ class EvenSpan(Span):
 
     def row_index(self, keep: Tensor, slab: Tensor) -> Tensor:
         """Places of rows among those of all entries and heads of a slab, ``[B, H_kv, K]``."""
-        num_heads, capacity = slab.shape[1:3]
-        heads = torch.arange(num_heads, device=keep.device)
-        slabs = (self.entries.places[:, None] * num_heads + heads) * capacity
         starts = self.starts
-        return keep + (slabs if starts is None else slabs + starts[:, None])[..., None]
+        rows = keep if starts is None else keep + starts[:, None, None]
+        return row_index(self.entries.places, rows, slab)
 
     def _in_place(self, keep: Tensor, compact: Compact) -> _Move:
         """Moves rows within their slab."""
@@ -143,12 +142,12 @@ class Where:
     """Where the new rows of a forward go in layers that hold equally many.
 
     Attributes:
-        rows: Row of each new token in the slab of its slot, ``[N]``.
+        places: Places of the new tokens in the slabs.
         num_rows: Rows to attend to: those of the fullest slot.
         visible: Which of them each query sees.
     """
 
-    rows: Tensor
+    places: Places
     num_rows: int
     visible: Visible
 
@@ -169,9 +168,18 @@ def where_rows_go(
 
 
 def _where(tokens: NewTokens, before: np.ndarray, device: torch.device, reach: int | None) -> Where:
+    places = new_places(tokens, tokens.slots, before, device)
+    return Where(
+        places, int((before + tokens.lengths).max()), causal(tokens, before, device, reach)
+    )
+
+
+def causal(
+    tokens: NewTokens, before: np.ndarray, device: torch.device, reach: int | None = None
+) -> Visible:
+    """What new tokens see of rows in their order; arguments are those of `where_rows_go`."""
     after = before + tokens.lengths
-    visible = Visible(tokens.lengths, after, tokens.width, device, reach, ahead=tokens.ahead)
-    return Where(tokens.rows(before, device), int(after.max()), visible)
+    return Visible(tokens.lengths, after, tokens.width, device, reach, ahead=tokens.ahead)
 
 
 class OpenEven(OpenSlabs):
@@ -182,14 +190,18 @@ class OpenEven(OpenSlabs):
     ) -> None:
         """Begin a forward of slots that hold so many rows, ``[B]``; see `where_rows_go`."""
         super().__init__(layer, tokens)
-        where = where_rows_go(tokens, before, layer.shape.device, reach)
-        self.visible = where.visible
-        self._new = (tokens.on(layer.shape.device).slots, slice(None), where.rows)
-        self._held = (tokens.served, slice(None), slice(where.num_rows))
+        device = layer.shape.device
+        where = where_rows_go(tokens, before, device, reach)
+        self.visible, self._places = where.visible, where.places
+        self._held = (tokens.served_on(device), slice(None), slice(where.num_rows))
 
     def put(self, slab: Tensor, new: Tensor | int) -> None:
-        """Write the new rows of a slab."""
-        slab[self._new] = new
+        """Write the new rows of a slab, or a number."""
+        self._places.put(slab, new)
+
+    def put_each(self, slab: Tensor, new: Tensor) -> None:
+        """Write the new rows of a slab, without pads."""
+        self._places.put_each(slab, new)
 
     def read(self, slab: Tensor) -> Tensor:
         """The first rows of a slab; a view if slots are in equal steps."""

@@ -284,7 +284,7 @@ class OpenRagged(OpenSlabs):
         bounds, capacity = bounds_of(layer), layer.slab.capacity
         after = before + tokens.lengths
         self._index, self._present = layout.places(layer, tokens.served, after, most)
-        new = tokens.rows(before, device)
+        new = upload(tokens.rows(before), device)
         ones = tokens.on(device)
         new_places, _ = places_of(bounds[ones.slots], capacity, new[:, None, None])
         self._new = (ones.slots[:, None], new_places[:, :, 0])
@@ -307,7 +307,11 @@ class OpenRagged(OpenSlabs):
         return self._present[:, :, None, columns] | (column == own)
 
     def put(self, slab: Tensor, new: Tensor | int) -> None:
-        """Write the new rows of a slab."""
+        """Write the new rows of a slab, or a number."""
+        slab.flatten(1, 2)[self._new] = new if isinstance(new, int) else self.tokens.real(new)
+
+    def put_each(self, slab: Tensor, new: Tensor) -> None:
+        """Write the new rows of a slab, without pads."""
         slab.flatten(1, 2)[self._new] = new
 
     def read(self, slab: Tensor) -> Tensor:

@@ -141,6 +141,20 @@ class Kept:
     copied_bytes: int
 
 
+def row_index(places: Tensor, rows: Tensor, slab: Tensor) -> Tensor:
+    """Places of rows, ``[B, H_kv, K]``, among those of all entries and heads of a slab.
+
+    Args:
+        places: The entry that each belongs to, ``[B]``.
+        rows: The rows, ``[B, H_kv, K]``.
+        slab: The slab.
+    """
+    num_heads, capacity = slab.shape[1:3]
+    heads = torch.arange(num_heads, device=places.device)
+    first = (places[:, None] * num_heads + heads) * capacity
+    return rows + first[..., None]
+
+
 def taken(slab: Tensor, index: Tensor) -> Tensor:
     """Rows of a slab by their places among those of all its entries and heads, a copy."""
     # Copies a row at a time, several times as fast as `gather`, which copies numbers.

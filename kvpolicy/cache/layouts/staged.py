@@ -15,12 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.arena import Arena, SlabArena, slot_index
+from kvpolicy.attention.visible import Visible
+from kvpolicy.cache.arena import Arena, SlabArena, index_on
 from kvpolicy.cache.contents import LayerContents
 from kvpolicy.cache.counts import Counts
-from kvpolicy.cache.layouts.base import Around, LayerCache, Layout, OpenRows, RowLayout
-from kvpolicy.cache.layouts.even import EvenSpan, OpenEven
-from kvpolicy.cache.layouts.span import Columns, Entries, Kept, Span, taken
+from kvpolicy.cache.layouts.base import (
+    Around,
+    LayerCache,
+    Layout,
+    OpenRows,
+    OpenSlabs,
+    RowLayout,
+)
+from kvpolicy.cache.layouts.even import EvenSpan, causal
+from kvpolicy.cache.layouts.places import Places, new_places
+from kvpolicy.cache.layouts.span import Columns, Entries, Kept, Span, row_index, taken
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.devices import upload
@@ -43,18 +52,36 @@ class StagedArena(SlabArena):
         super().__init__(shape, slab, num_layers, num_slots)
         assert slab.staging is not None, "these layers have a staging area"
         self.staging = SlabArena(shape, slab.of_lanes, num_layers, slab.staging.num_prompts)
+        self._areas = _areas(self.slabs, self.staging.slabs)
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated."""
         return super().num_bytes + self.staging.num_bytes
 
-    def beside(self, slab: Tensor, layer: LayerCache | None = None) -> Tensor:
-        """The staging area of all layers for one of their slabs, or for that of a layer."""
-        slabs = self.slabs if layer is None else layer.slabs
-        return next(
-            lanes for own, lanes in zip(slabs, self.staging.slabs, strict=True) if own is slab
-        )
+    def beside(self, slab: Tensor) -> Tensor:
+        """The staging area of all layers for one of their slabs."""
+        return self._areas[id(slab)]
+
+
+class StagedLayer(LayerCache):
+    """The slabs of a layer, and its lanes."""
+
+    arena: StagedArena
+
+    def __init__(self, index: int, arena: StagedArena, place: int, layout: RowLayout) -> None:
+        super().__init__(index, arena, place, layout)
+        lanes = LayerCache(index, arena.staging, place, layout)
+        self._areas = _areas(self.slabs, lanes.slabs)
+
+    def beside(self, slab: Tensor) -> Tensor:
+        """The staging area of one of its slabs, ``[lanes, H_kv, R, ...]``."""
+        return self._areas[id(slab)]
+
+
+def _areas(slabs: Sequence[Tensor], beside: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Staging areas by the ``id`` of the slabs that they belong to, which live as long."""
+    return {id(own): area for own, area in zip(slabs, beside, strict=True)}
 
 
 class Staged(Around):
@@ -75,6 +102,11 @@ class Staged(Around):
     def new_arena(self, shape: LayerShape, slab: Slab, num_layers: int, num_slots: int) -> Arena:
         """Allocate slabs and the staging area."""
         return StagedArena(shape, slab, num_layers, num_slots)
+
+    def new_layer(self, index: int, arena: Arena, place: int) -> LayerCache:
+        """The slabs and the lanes of a layer."""
+        assert isinstance(arena, StagedArena)
+        return StagedLayer(index, arena, place, self)
 
     def widen_rows(self, old: LayerCache, new: LayerCache) -> None:
         """Copy rows to larger slabs."""
@@ -145,18 +177,17 @@ class Staged(Around):
         """The slab, and a lane for what is more."""
         if held.num_rows <= layer.slab.capacity:
             return self.inner.place(layer, slot, held)
-        self._take_lanes([slot], [True])
+        self._take_lanes(np.array([slot]))
         return self._span(layer, [layer.index], [slot], held.num_rows)
 
     def open(self, layer: LayerCache, tokens: NewTokens) -> OpenRows:
         """Begin a forward."""
         before = self.counts.rows[layer.index, tokens.slots]
-        num_beside = np.maximum(before + tokens.lengths - layer.slab.capacity, 0)
-        if not num_beside.any():
+        key = "staged", layer.shape.device, layer.slab.capacity, before.tobytes()
+        where = tokens.shared(key, lambda: self._where(layer, tokens, before))
+        if where is None:
             return self.inner.open(layer, tokens)
-        self._take_lanes(tokens.slots, num_beside > 0)
-        lanes = self._lanes([layer.index] * len(before), tokens.slots)
-        return OpenStaged(layer, tokens, before, Beside(lanes, num_beside), self.counts)
+        return OpenStaged(_staged(layer), tokens, where, self.counts)
 
     def columns(self, layer: LayerCache, slots: Sequence[int]) -> Columns:
         """The rows of the slabs, and a copy of all if some lie beside them."""
@@ -164,65 +195,86 @@ class Staged(Around):
         num_beside = np.maximum(rows - layer.slab.capacity, 0)
         if not num_beside.any():
             return self.inner.columns(layer, slots)
-        lanes = self._lanes([layer.index] * len(rows), slots)
-        beside, arena = Beside(lanes, num_beside), _arena_of(layer)
-        present = upload(np.arange(int(rows.max())) < rows[:, None], layer.shape.device)
+        device, staged = layer.shape.device, _staged(layer)
+        beside, served = Beside(self._lanes(slots), num_beside, device), index_on(device, slots)
+        present = upload(np.arange(int(rows.max())) < rows[:, None], device)
 
         def read(slab: Tensor) -> Tensor:
-            return beside.joined(slab[slot_index(slots)], arena.beside(slab, layer))
+            return beside.joined(slab[served], staged.beside(slab))
 
         return Columns(read, present[:, None])
 
     def _span(
         self, layer: LayerCache, layers: Sequence[int], slots: Sequence[int], num_rows: int
     ) -> Span:
-        entries, lanes = self.entries(layer, layers, slots), self._lanes(layers, slots)
-        return StagedSpan(entries, lanes, _arena_of(layer), 0, num_rows)
+        staged = _staged(layer)
+        first = np.array([self._firsts[one] for one in layers]) // len(self._lane)
+        lanes = first * self._num_lanes + self._lanes(slots)
+        return StagedSpan(self.entries(layer, layers, slots), lanes, staged.arena, 0, num_rows)
 
-    def _take_lanes(
-        self, slots: Sequence[int] | np.ndarray, needed: Sequence[bool] | np.ndarray
-    ) -> None:
-        """Give lanes to those slots of one forward, ``[B]``, that need them and have none."""
-        chosen, lane = np.asarray(slots), self._lane
-        held = self._overflows
-        held[chosen] = True  # rows of a forward are not counted yet
+    def _where(
+        self, layer: LayerCache, tokens: NewTokens, before: np.ndarray
+    ) -> "WhereStaged | None":
+        """Where new rows go behind so many, ``[B]``; ``None``: all of them go to the slabs."""
+        capacity, device = layer.slab.capacity, layer.shape.device
+        num_beside = np.maximum(before + tokens.lengths - capacity, 0)
+        if not num_beside.any():
+            return None
+        lanes = tokens.shared(("lanes", id(self)), lambda: self._lanes_for(tokens))
+        has_lane = np.flatnonzero(num_beside)
+        return WhereStaged(
+            new_places(tokens, tokens.slots, before, device, end=capacity),
+            new_places(tokens, lanes, before, device, first=capacity),
+            Beside(lanes, num_beside, device),
+            index_on(device, has_lane),
+            index_on(device, lanes[has_lane]),
+            causal(tokens, before, device),
+        )
+
+    def _lanes_for(self, tokens: NewTokens) -> np.ndarray:
+        """The lanes of the slots of a forward, which takes those that it needs in any layer."""
+        slots = tokens.slots
+        rows = self.counts.rows[self.own][:, slots] + tokens.lengths
+        self._take_lanes(slots[(rows > self._capacity).any(axis=0)], slots)
+        return self._lanes(slots)
+
+    def _take_lanes(self, needing: np.ndarray, staying: Sequence[int] | np.ndarray = ()) -> None:
+        """Give lanes to slots that need them and have none; ``staying`` keep those they have."""
+        lane, held = self._lane, self._overflows
+        held[needing] = True  # rows of a forward are not counted yet
+        held[list(staying)] = True
         lane[~held] = 0
         free = sorted(set(range(1, self._num_lanes + 1)).difference(lane.tolist()))
-        for slot in chosen[needed]:
+        for slot in needing:
             if not lane[slot]:
                 lane[slot] = free.pop(0)
 
-    def _lanes(self, layers: Sequence[int], slots: Sequence[int] | np.ndarray) -> list[int]:
-        """Places of the lanes of slots in the staging area, each in a layer of an arena, ``[B]``.
-
-        Those of slots without a lane are of no meaning.
-        """
-        first = np.array([self._firsts[one] for one in layers]) // len(self._lane)
-        lanes = np.maximum(self._lane[np.asarray(slots)] - 1, 0)
-        places: list[int] = (first * self._num_lanes + lanes).tolist()
-        return places
+    def _lanes(self, slots: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The lanes of slots, ``[B]``; those of slots without one are of no meaning."""
+        lanes: np.ndarray = np.maximum(self._lane[np.asarray(slots)] - 1, 0)
+        return lanes
 
 
-def _arena_of(layer: LayerCache) -> StagedArena:
-    assert isinstance(layer.arena, StagedArena), "this layer has a staging area"
-    return layer.arena
+def _staged(layer: LayerCache) -> StagedLayer:
+    assert isinstance(layer, StagedLayer), "this layer has a staging area"
+    return layer
 
 
-@attrs.frozen(eq=False)
 class Beside:
     """Where rows of some entries lie beside their slabs.
 
     Attributes:
-        lanes: The place of each entry in the staging area, ``[B]``; of no meaning without rows.
-        num_rows: How many rows it has there, ``[B]``.
+        lanes: Index of their places in a staging area; of no meaning without rows there.
+        most: Rows there of the entry that has most.
     """
 
-    lanes: list[int]
-    num_rows: np.ndarray
-
-    def of(self, piece: slice) -> "Beside":
-        """Those of some of the entries."""
-        return Beside(self.lanes[piece], self.num_rows[piece])
+    def __init__(self, lanes: np.ndarray, num_rows: np.ndarray, device: torch.device) -> None:
+        """Take the place and the number of rows of each, ``[B]``."""
+        self.lanes, self.most = index_on(device, lanes), int(num_rows.max())
+        self._absent: Tensor | None = None  # where an entry has fewer, [B, 1, most]
+        if (num_rows < self.most).any():
+            absent = np.arange(self.most) >= num_rows[:, None]
+            self._absent = upload(absent[:, None], device)
 
     def joined(self, own: Tensor, area: Tensor, empty: int = 0) -> Tensor:
         """Rows of slabs followed by those beside them, a copy, ``[B, H_kv, T, ...]``.
@@ -232,38 +284,57 @@ class Beside:
             area: The staging area.
             empty: Takes the places of rows where an entry has fewer there.
         """
-        (num, heads, capacity, *rest), most = own.shape, int(self.num_rows.max())
-        rows = own.new_empty(num, heads, capacity + most, *rest)
-        rows[:, :, :capacity] = own
-        staged = rows[:, :, capacity:]
-        staged[:] = area[slot_index(self.lanes), :, :most]
-        if (self.num_rows < most).any():
-            absent = upload(np.arange(most) >= self.num_rows[:, None], own.device)
-            staged.masked_fill_(absent[:, None, :, *[None] * len(rest)], empty)
+        rows = torch.cat([own, area[self.lanes, :, : self.most]], dim=2)
+        if self._absent is not None:
+            absent = self._absent.view(*self._absent.shape, *[1] * (rows.dim() - 3))
+            rows[:, :, own.shape[2] :].masked_fill_(absent, empty)
         return rows
+
+
+@attrs.frozen(eq=False)
+class WhereStaged:
+    """Where the new rows of a forward go in layers that hold equally many.
+
+    Attributes:
+        in_slabs: Those that have a place in a slab.
+        in_lanes: The others.
+        beside: All rows beside the slabs, with the new ones.
+        entries: Index of the sequences that have some there.
+        lanes: Index of the lanes of these.
+        visible: Which rows each query sees.
+    """
+
+    in_slabs: Places
+    in_lanes: Places
+    beside: Beside
+    entries: slice | Tensor
+    lanes: slice | Tensor
+    visible: Visible
 
 
 class StagedSpan(Span):
     """Equally many rows of each entry, the last of them beside its slab."""
 
     def __init__(
-        self, entries: Entries, lanes: list[int], arena: StagedArena, first: int, end: int
+        self, entries: Entries, lanes: np.ndarray, arena: StagedArena, first: int, end: int
     ) -> None:
         """Take entries, the places of their lanes, and which rows of each."""
         self.entries, self.num_rows = entries, end - first
         self._arena, self._first, self._capacity = arena, first, arena.slab.capacity
-        self._beside = Beside(lanes, np.full(len(lanes), end - self._capacity))
+        self._lanes, device = lanes, arena.shape.device
+        self._beside = Beside(lanes, np.full(len(lanes), end - self._capacity), device)
 
     def part(self, first: int, end: int) -> Span:
         """Some of these rows."""
         if self._first + end <= self._capacity:
             return EvenSpan(self.entries, end - first, self._first + first)
         where = self._first + first, self._first + end
-        return StagedSpan(self.entries, self._beside.lanes, self._arena, *where)
+        return StagedSpan(self.entries, self._lanes, self._arena, *where)
 
     def read(self, slab: Tensor) -> Tensor:
         """These rows, a copy."""
-        return self._joined(slab, slice(None))
+        own, area = self.entries.of(slab), self._arena.beside(slab)
+        return self._beside.joined(own, area)[:, :, self._first :]
 
     def write(self, slab: Tensor, rows: Tensor) -> None:
         """Replace these rows."""
@@ -271,8 +342,8 @@ class StagedSpan(Span):
         slab[self.entries.index, :, self._first : self._first + num_own] = rows[:, :, :num_own]
         first = max(self._first - self._capacity, 0)
         places = slice(first, first + self.num_rows - num_own)
-        area, lanes = self._arena.beside(slab), slot_index(self._beside.lanes)
-        area[lanes, :, places] = rows[:, :, num_own:].to(slab.dtype)
+        area = self._arena.beside(slab)
+        area[self._beside.lanes, :, places] = rows[:, :, num_own:].to(slab.dtype)
 
     def keep(
         self,
@@ -283,23 +354,33 @@ class StagedSpan(Span):
         budget: int | None,
     ) -> Kept:
         """Make the chosen rows the first of the slabs; ``keep`` is ``[B, H_kv, K]``."""
+        assert isinstance(arena, StagedArena), "it has these rows"
         # An index that is wrong, which may be known only later, must not reach other slots.
-        within, num_kept = keep.clamp(0, self.num_rows - 1), keep.shape[2]
-        # As many entries at a time as a layer has lanes: else several layers are one large copy.
-        num, store, most = self._arena.staging.num_slots, arena.store, 0
-        pieces = [slice(start, start + num) for start in range(0, len(keep), num)]
+        within, num_kept = keep.clamp(0, self.num_rows - 1) + self._first, keep.shape[2]
+        is_beside, capacity = within >= self._capacity, self._capacity
+        in_slabs = row_index(self.entries.places, within.clamp(max=capacity - 1), arena.positions)
+        lanes, area = upload(self._lanes, keep.device), arena.staging.positions
+        in_lanes = row_index(lanes, (within - capacity).clamp(min=0), area)
+        index, store, most = self.entries.index, arena.store, 0
+        # As many entries at a time as take no more than the copies of a forward of all lanes.
+        row_bytes = sum(slab[0, :, :1].nbytes for slab in store.slabs)
+        largest = arena.staging.num_slots * self.num_rows * row_bytes
 
         def put(slab: Tensor, rows: Tensor, piece: slice) -> None:
-            slab[self.entries.places[piece], :, :num_kept] = rows
+            if isinstance(index, slice):
+                slab[index][piece, :, :num_kept] = rows
+            else:
+                slab[index[piece], :, :num_kept] = rows
 
         def move(slab: Tensor) -> int:
-            most = 0
-            for piece in pieces:
-                whole, chosen = self._joined(slab, piece), within[piece]
-                heads = torch.arange(chosen[..., 0].numel(), device=keep.device) * self.num_rows
-                rows = taken(whole, chosen + heads.view(*chosen.shape[:2], 1))
-                put(slab, rows, piece)
-                most = max(most, whole.nbytes + rows.nbytes)
+            area, most = arena.beside(slab), 0
+            num = max(largest // max(2 * num_kept * slab[0, :, :1].nbytes, 1), 1)
+            for start in range(0, len(keep), num):
+                piece = slice(start, start + num)
+                rows, others = taken(slab, in_slabs[piece]), taken(area, in_lanes[piece])
+                chosen = is_beside[piece].view(*rows.shape[:3], *[1] * (rows.dim() - 3))
+                put(slab, torch.where(chosen, others, rows, out=rows), piece)
+                most = max(most, rows.nbytes + others.nbytes)
             return most
 
         for stored, replacement in ((store.keys, keys), (store.values, values)):
@@ -311,86 +392,64 @@ class StagedSpan(Span):
                 most = max(most, rows.nbytes)
         for slab, empty in ((arena.positions, -1), *((one, 0) for one in arena.tracks.values())):
             most = max(most, move(slab))
-            slab[self.entries.index, :, num_kept:] = empty
+            slab[index, :, num_kept:] = empty
         return Kept(num_kept, most)
 
-    def _joined(self, slab: Tensor, piece: slice) -> Tensor:
-        """These rows of some of the entries."""
-        own, area = slab[self.entries.places[piece]], self._arena.beside(slab)
-        return self._beside.of(piece).joined(own, area)[:, :, self._first :]
 
-
-class OpenStaged(OpenEven):
+class OpenStaged(OpenSlabs):
     """New rows in the free places of slabs, then in those of lanes; attention gets copies."""
 
+    layer: StagedLayer
+
     def __init__(
-        self,
-        layer: LayerCache,
-        tokens: NewTokens,
-        before: np.ndarray,
-        beside: Beside,
-        counts: Counts,
+        self, layer: StagedLayer, tokens: NewTokens, where: WhereStaged, counts: Counts
     ) -> None:
         """Begin a forward.
 
         Args:
             layer: The layer.
             tokens: The new tokens.
-            before: Rows that the slots hold, ``[B]``.
-            beside: The lanes of the slots, and how many rows they have with the new ones.
+            where: Where they go.
             counts: Those of the cache.
         """
-        super().__init__(layer, tokens, before)
-        self._arena, self._beside, self._counts = _arena_of(layer), beside, counts
-        self._capacity = layer.slab.capacity
-        sequences, _ = np.nonzero(tokens.is_real)
-        rows = before[sequences] + tokens.token[tokens.is_real]
-        is_own, lanes = rows < self._capacity, np.array(beside.lanes)[sequences]
-        self._in_slabs = _places(is_own, tokens.slots[sequences], rows, layer)
-        self._in_lanes = _places(~is_own, lanes, rows - self._capacity, layer)
+        super().__init__(layer, tokens)
+        self._where, self._counts, self.visible = where, counts, where.visible
+        self._served = tokens.served_on(layer.shape.device)
 
     def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new rows behind those held; returns copies."""
         for track in self.layer.tracks.values():  # a lane has those of the rows before
-            self.put(track, 0)
+            self._where.in_lanes.put(self.layer.beside(track), 0)
         rows = super().store(keys, values)
         self._counts.note_copy(sum(one.nbytes for one in rows))
         return rows
 
     def put(self, slab: Tensor, new: Tensor | int) -> None:
-        """Write the new rows of a slab and of its lanes."""
-        both = (slab, self._in_slabs), (self._area(slab), self._in_lanes)
-        for target, (chosen, where, rows) in both:
-            target[where, :, rows] = new if isinstance(new, int) else new[chosen]
+        """Write the new rows of a slab and of its lanes, or a number."""
+        self._where.in_slabs.put(slab, new)
+        self._where.in_lanes.put(self.layer.beside(slab), new)
+
+    def put_each(self, slab: Tensor, new: Tensor) -> None:
+        """Write the new rows of a slab and of its lanes, without pads."""
+        self._where.in_slabs.put_each(slab, new)
+        self._where.in_lanes.put_each(self.layer.beside(slab), new)
 
     def read(self, slab: Tensor) -> Tensor:
         """The rows of a slab and of its lanes, a copy."""
-        return self._beside.joined(slab[self.tokens.served], self._area(slab))
+        return self._joined(slab, 0)
 
     @property
     def positions(self) -> Tensor:
         """Positions of the rows attended to; -1 where there is none."""
-        slab = self.layer.positions
-        return self._beside.joined(slab[self.tokens.served], self._area(slab), empty=-1)
+        return self._joined(self.layer.positions, -1)
 
     def add(self, track: Tensor, received: Tensor) -> None:
         """Add to the numbers of a track in slabs and lanes."""
-        track[self.tokens.served] += received[:, :, : self._capacity]
-        has_lane = np.flatnonzero(self._beside.num_rows)
-        entries = upload(has_lane, track.device)
-        lanes = upload(np.array(self._beside.lanes)[has_lane], track.device)
-        places = slice(received.shape[2] - self._capacity)
-        self._area(track)[lanes, :, places] += received[entries, :, self._capacity :]
+        capacity, where = self.layer.slab.capacity, self._where
+        track[self._served] += received[:, :, :capacity]
+        places = slice(received.shape[2] - capacity)
+        area = self.layer.beside(track)
+        area[where.lanes, :, places] += received[where.entries, :, capacity:]
 
-    def _area(self, slab: Tensor) -> Tensor:
-        return self._arena.beside(slab, self.layer)
-
-
-def _places(
-    is_chosen: np.ndarray, where: np.ndarray, rows: np.ndarray, layer: LayerCache
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Which new rows go to some places, ``[M]``, their slots or lanes, and their rows there."""
-    chosen = np.flatnonzero(is_chosen)
-    numbers = np.stack([chosen, where[chosen], rows[chosen]])
-    places, slots, of_slots = upload(numbers, layer.shape.device)
-    return places, slots, of_slots
+    def _joined(self, slab: Tensor, empty: int) -> Tensor:
+        return self._where.beside.joined(slab[self._served], self.layer.beside(slab), empty)

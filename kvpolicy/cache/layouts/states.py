@@ -118,7 +118,8 @@ class OpenStates(LinearAttentionLayer):
         if not begun.all():
             return
         for name, kind, number in self._places:
-            state = layer.states[name][tokens.slots.tolist()]
+            held = layer.states[name]
+            state = held.index_select(0, tokens.slots_on(held.device))
             self._of(kind)[number] = state
             self.device = state.device  # type: ignore[assignment]
             if kind == "conv":
@@ -148,7 +149,8 @@ class OpenStates(LinearAttentionLayer):
         for name, kind, number in self._places:
             state = self._of(kind)[number]
             assert state is not None, "see `problem`"
-            self.layer.states[name][self.tokens.served] = state
+            held = self.layer.states[name]
+            held[self.tokens.served_on(held.device)] = state
 
     def _of(self, kind: str) -> dict[int, Tensor | None]:
         """The states of a kind by number, as transformers has them."""

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpolicy.cache.arena import slot_index
+from kvpolicy.cache.arena import index_on, slot_index
+from kvpolicy.devices import upload
 
 _T = TypeVar("_T")
 
@@ -24,11 +25,13 @@ class Tokens:
 
     Attributes:
         sequences: Which sequence of the forward each token belongs to, ``[N]``.
+        columns: Its column, ``[N]``.
         slots: Its slot, ``[N]``.
         positions: Its position in its sequence, ``[N]``.
     """
 
     sequences: Tensor
+    columns: Tensor
     slots: Tensor
     positions: Tensor
 
@@ -38,7 +41,7 @@ class NewTokens:
 
     Attributes:
         slots: Slots of the forward, ``[B]``.
-        served: Index of these slots.
+        served: Index of these slots, for arrays; see `served_on`.
         lengths: New tokens of each slot, ``[B]``.
         seq_len: Tokens seen by each slot before, ``[B]``.
         width: Token columns, ``L``.
@@ -46,6 +49,7 @@ class NewTokens:
             for pads.
         is_real: Which columns are no pads, bool ``[B, L]``.
         has_pads: Whether some column is a pad.
+        sequences: Which sequence each token belongs to, ``[N]``, without pads.
         position_ids: Position of every column's token in its sequence, ``[B, L]``, 0 for pads.
         ahead: How many of the tokens behind its own each column's token attends to, ``[B, L]``;
             ``None``: none does.
@@ -69,7 +73,7 @@ class NewTokens:
         self.has_pads = not self.is_real.all()
         self.position_ids: np.ndarray = np.maximum(self.seq_len[:, None] + self.token, 0)
         self.beside_bytes = 0
-        self._sequences, _ = np.nonzero(self.is_real)  # of each token, without pads
+        self.sequences, self._columns = np.nonzero(self.is_real)
         self._shared: dict[object, object] = {}
 
     def shared(self, key: object, make: Callable[[], _T]) -> _T:
@@ -83,22 +87,36 @@ class NewTokens:
         by_token = columns.transpose(1, 2)
         if not self.has_pads:
             return by_token.flatten(0, 1)
-        return by_token[torch.from_numpy(self.is_real).to(columns.device)]
+        ones = self.on(columns.device)
+        return by_token[ones.sequences, ones.columns]
 
     def on(self, device: torch.device) -> Tokens:
         """The tokens one by one."""
         return self.shared(("tokens", device), lambda: self._on(device))
 
     def _on(self, device: torch.device) -> Tokens:
-        sequences = self._sequences
         positions = self.position_ids[self.is_real]
-        arrays = (sequences, self.slots[sequences], positions)
-        return Tokens(*(torch.from_numpy(array).to(device) for array in arrays))
+        arrays = (self.sequences, self._columns, self.slots[self.sequences], positions)
+        return Tokens(*upload(np.stack(arrays), device))
 
-    def rows(self, before: np.ndarray, device: torch.device) -> Tensor:
+    def served_on(self, device: torch.device) -> slice | Tensor:
+        """Index of the slots, for tensors of a device."""
+        return self.shared(("served", device), lambda: index_on(device, self.slots))
+
+    def slots_on(self, device: torch.device) -> Tensor:
+        """The slots, on a device."""
+        return self.shared(("slots", device), lambda: upload(self.slots, device))
+
+    def positions_on(self, device: torch.device) -> Tensor:
+        """Position of every column's token in its sequence, ``[B, 1, L]``, 0 for pads."""
+        return self.shared(
+            ("positions", device), lambda: upload(self.position_ids[:, None], device)
+        )
+
+    def rows(self, before: np.ndarray) -> np.ndarray:
         """Row of each token, ``[N]``, in slabs that hold so many rows before them, ``[B]``."""
-        rows = before[self._sequences] + self.token[self.is_real]
-        return torch.from_numpy(rows).to(device)
+        rows: np.ndarray = before[self.sequences] + self.token[self.is_real]
+        return rows
 
     def newest(self, size: int, device: torch.device) -> tuple[Tensor, ...]:
         """The newest tokens that a ring of queries takes, and where.
@@ -113,4 +131,4 @@ class NewTokens:
         sequences, columns = np.nonzero(recent)
         place = self.position_ids[recent] % size
         arrays = (sequences, columns, self.slots[sequences], place)
-        return tuple(torch.from_numpy(array).to(device) for array in arrays)
+        return tuple(upload(np.stack(arrays), device))

@@ -27,6 +27,7 @@ from kvpolicy.attention.visible import Visible
 from kvpolicy.cache.counts import Counts
 from kvpolicy.cache.layouts.base import ALL, PLENTY, LayerCache, OpenRows
 from kvpolicy.cache.layouts.even import Even, OpenEven, where_rows_go
+from kvpolicy.cache.layouts.places import new_places
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.devices import upload
@@ -65,7 +66,7 @@ class Window(Even):
     ) -> Tensor:
         """Rows within the window of each token; all for pads."""
         queries = np.where(tokens.is_real, tokens.position_ids, -1)[:, now]
-        oldest = torch.from_numpy(queries - window_of(shape)).to(positions.device)
+        oldest = upload(queries - window_of(shape), positions.device)
         return positions[:, :, None, :] > oldest[:, None, :, None]
 
     def drop_unseen(self, layer: LayerCache, slot: int, num_hidden: int) -> None:
@@ -159,13 +160,18 @@ class OpenSliding(OpenRows):
         self._by_position, self._counts, self._before = by_position, counts, before
         self._ones = tokens.on(device)
         self._gone = np.where((before == most) & (tokens.width == 1), 1, 0)
-        self._where = where_rows_go(tokens, before - self._gone, device, reach)
-        self.visible = self._where.visible
+        staying = before - self._gone
+        where = where_rows_go(tokens, staying, device, reach)
+        self.visible, self._num_rows = where.visible, where.num_rows
+        key = "joined", device, staying.tobytes()
+        entries = np.arange(len(staying))
+        self._places = tokens.shared(key, lambda: new_places(tokens, entries, staying, device))
         # Of the rows attended to, the newest that a slab can hold.
         after = before - self._gone + tokens.lengths
         num_kept = int(np.minimum(after, most).max())
-        kept = np.maximum(after - most, 0)[:, None] + np.arange(num_kept)
-        self._kept = torch.from_numpy(kept).to(device)
+        first = np.maximum(after - most, 0)
+        self._kept = upload(first[:, None] + np.arange(num_kept), device)
+        self._rows = tokens.rows(staying) - first[tokens.sequences]
         self._new: list[Tensor] = []
 
     def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,16 +198,18 @@ class OpenSliding(OpenRows):
     def receive(self, name: str, received: Tensor) -> None:
         """Note what rows have received, of those that stay."""
         received = self._staying(received)
-        rows = (self.tokens.served, slice(None), slice(received.shape[2]))
+        served = self.tokens.served_on(received.device)
+        rows = (served, slice(None), slice(received.shape[2]))
         self._at_commit.append(partial(_add, self.layer.tracks[name], rows, received))
 
     def annotate(self, name: str, numbers: Tensor) -> None:
         """Note numbers of the new rows; those that have left the window already have no place."""
-        rows = self._where.rows - self._kept[self._ones.sequences, 0]
-        held = rows >= 0
-        new = (self._ones.slots[held], slice(None), rows[held])
+        held = np.flatnonzero(self._rows >= 0)
+        slots = self.tokens.slots[self.tokens.sequences[held]]
         track = self.layer.tracks[name]
-        self._at_commit.append(partial(setitem, track, new, numbers[held].to(track.dtype)))
+        which, *where = upload(np.stack([held, slots, self._rows[held]]), track.device)
+        new = (where[0], slice(None), where[1])
+        self._at_commit.append(partial(setitem, track, new, numbers[which].to(track.dtype)))
 
     def commit(self) -> None:
         """Store the newest rows."""
@@ -211,7 +219,7 @@ class OpenSliding(OpenRows):
         for slab, (rows, empty) in zip(layer.slabs, new, strict=True):
             joined = self._joined(slab, rows, empty)
             stored = self._staying(joined)
-            slab[tokens.served, :, : stored.shape[2]] = stored
+            slab[tokens.served_on(slab.device), :, : stored.shape[2]] = stored
             counts.note_copy(joined.nbytes + stored.nbytes + tokens.beside_bytes)
             del joined, stored  # free them before the next copies are made
         self._new = []
@@ -222,17 +230,20 @@ class OpenSliding(OpenRows):
 
     def _joined(self, slab: Tensor, new: Tensor | int, empty: int) -> Tensor:
         """The rows of a slab followed by new rows, as a new tensor, ``[B, H_kv, T, ...]``."""
-        where, served = self._where, slab[self.tokens.served]
-        rows = slab.new_full((*served.shape[:2], where.num_rows, *slab.shape[3:]), empty)
+        num_rows, served = self._num_rows, slab[self.tokens.served_on(slab.device)]
+        rows = slab.new_full((*served.shape[:2], num_rows, *slab.shape[3:]), empty)
         gone = int(self._gone[0])
         if (self._gone == gone).all():
-            held = served[:, :, gone : gone + where.num_rows]
+            held = served[:, :, gone : gone + num_rows]
         else:
-            first = torch.from_numpy(self._gone).to(slab.device)
-            index = first[:, None] + torch.arange(where.num_rows, device=slab.device)
+            first = upload(self._gone, slab.device)
+            index = first[:, None] + torch.arange(num_rows, device=slab.device)
             held = _taken(served, index.clamp(max=slab.shape[2] - 1))
         rows[:, :, : held.shape[2]] = held
-        rows[self._ones.sequences, :, where.rows] = new
+        if isinstance(new, int):
+            self._places.put(rows, new)
+        else:
+            self._places.put_each(rows, new)
         return rows
 
     def _staying(self, rows: Tensor) -> Tensor:
