@@ -1,6 +1,6 @@
 """Texts under a plan, on any device, with what is held on the way."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,6 +16,9 @@ from kvpolicy.engine.engine import Run
 from kvpolicy.engine.sampler import teacher_forced
 
 STEPS_PER_READ = 2  # what an engine takes on a GPU
+# Products of hundreds of numbers in another order, layer after layer, differ by so much; a number
+# of fp32 itself is rounded to 1.2e-7.
+NOISE = 1e-6
 
 
 def samplings(num: int, *, drawn: bool) -> list[Sampling]:
@@ -130,8 +133,19 @@ def replayed(
     plan_with: Callable[[object], Plan],
     prompt: Sequence[int],
     tokens: Sequence[int],
+    rows: Mapping[int, Rows] | None = None,
 ) -> Replay:
-    """Lead one text along tokens, and note what the policies and the model decide by."""
+    """Lead one text along tokens, and note what the policies and the model decide by.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        plan_with: Makes the plan with one more policy.
+        prompt: The prompt.
+        tokens: The text.
+        rows: The rows that are to be held when it has so many tokens, where that is to be left to
+            nobody: else a tie before would have other rows compared than those that were.
+    """
     watcher, replay = _Watcher(), Replay()
     engine = Engine(model, tokenizer, plan_with(watcher), slots=1)
     request = Request(prompt, len(tokens), stop_ids=())
@@ -141,12 +155,22 @@ def replayed(
 
     run = _led_along(engine, [request], [tokens], note)
     while not run.done:
+        watcher.held = (rows or {}).get(1 + max((len(one.tokens) for one in run.active), default=0))
         run.step()
         for seq in run.scheduler.decodable:
             num = len(seq.tokens)
             replay.rows[num] = held_rows(run.cache, seq.slot)
             replay.compactions += [(num, *one) for one in watcher.taken()]
     return replay
+
+
+def with_noise(model: Any, seed: int) -> Any:
+    """Change each weight by about a millionth of itself; returns the model."""
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + NOISE * torch.randn(weight.shape, generator=rng))
+    return model
 
 
 def held_rows(cache: KVCache, slot: int) -> Rows:
@@ -157,10 +181,16 @@ def held_rows(cache: KVCache, slot: int) -> Rows:
 
 @attrs.define(eq=False)
 class _Watcher:
-    """A policy that notes the scores by which others choose, and changes nothing."""
+    """A policy that notes the scores by which others choose, and has rows kept that are known.
+
+    Attributes:
+        seen: What was noted.
+        held: The rows to keep; ``None``: those that others choose.
+    """
 
     ragged: ClassVar[bool] = True
     seen: list = attrs.field(factory=list)
+    held: Rows | None = None
 
     @hookimpl(wrapper=True)
     def select(
@@ -168,7 +198,16 @@ class _Watcher:
     ) -> Generator[None, Tensor, Tensor]:
         self.seen.append((layer_idx, positions[0].tolist(), scores[0].tolist()))
         keep = yield
-        return keep
+        if self.held is None or keep is None:
+            return keep
+        known = torch.zeros_like(positions, dtype=torch.bool)
+        for head, held in enumerate(self.held[layer_idx]):
+            known[0, head] = torch.isin(positions[0, head], torch.tensor(held, dtype=torch.int64))
+        if keep.dtype == torch.bool:
+            return known if known.sum() == keep.sum() else keep
+        # Of a prompt, later compactions may have taken some of these.
+        is_whole = bool((known.sum(dim=-1) == keep.shape[-1]).all())
+        return known[0].nonzero()[:, 1].reshape(keep.shape) if is_whole else keep
 
     def taken(self) -> list[tuple[int, list, list]]:
         """What was noted since the last call."""

@@ -8,6 +8,10 @@ from typing import Any
 
 # Positions of the rows that are held: for each layer and KV head.
 Rows = Sequence[Sequence[Sequence[int]]]
+Row = tuple[int, int]  # its head and position
+Scored = tuple[Sequence[Sequence[int]], Sequence[Sequence[float]]]  # positions and scores of heads
+
+INF = float("inf")
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,7 @@ def rows_gap(
 ) -> float:
     """How far apart the scores of disputed rows are, relative to the largest score.
 
-    A row is disputed if one side keeps it and the other does not. Where a head keeps equally many
-    rows on both sides, its own are compared, else those of all heads, which share a budget then.
+    Rows are compared with those that they compete with, see `disputed`.
 
     Args:
         scores: Of each row of each head at the compaction; infinite for those that must stay.
@@ -98,25 +101,41 @@ def rows_gap(
     Returns:
         The gap; infinite if a disputed row has no score, or one that is infinite.
     """
-    score_of = [dict(zip(*pair, strict=True)) for pair in zip(positions, scores, strict=True)]
-    finite = [abs(value) for head in score_of for value in head.values() if abs(value) < _INF]
-    largest = max(finite, default=0.0) or 1.0
-    disputed = [set(a) ^ set(b) for a, b in zip(ours, theirs, strict=True)]
+    score_of = scores_by_row(positions, scores)
+    largest = max((abs(value) for value in score_of.values() if abs(value) < INF), default=0.0)
+    gaps = [spread([score_of.get(row, INF) for row in rows]) for rows in disputed(ours, theirs)]
+    return max(gaps, default=0.0) / (largest or 1.0)
+
+
+def disputed(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[list[Row]]:
+    """Rows that one side keeps and the other does not, in groups that compete with each other.
+
+    Where a head keeps equally many rows on both sides, its own compete, else those of all heads,
+    which share a budget then.
+    """
     found = [
-        [scored.get(position, _INF) for position in rows]
-        for scored, rows in zip(score_of, disputed, strict=True)
+        [(head, position) for position in sorted(set(a) ^ set(b))]
+        for head, (a, b) in enumerate(zip(ours, theirs, strict=True))
     ]
     if any(len(set(a)) != len(set(b)) for a, b in zip(ours, theirs, strict=True)):
-        found = [[value for head in found for value in head]]
-    gaps = [_spread(head) for head in found if head]
-    return max(gaps, default=0.0) / largest
+        found = [[row for rows in found for row in rows]]
+    return [rows for rows in found if rows]
 
 
-_INF = float("inf")
+def scores_by_row(
+    positions: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]
+) -> dict[Row, float]:
+    """The score of each row."""
+    return {
+        (head, position): score
+        for head, (at, of_head) in enumerate(zip(positions, scores, strict=True))
+        for position, score in zip(at, of_head, strict=True)
+    }
 
 
-def _spread(values: Sequence[float]) -> float:
-    return _INF if any(abs(value) == _INF for value in values) else max(values) - min(values)
+def spread(values: Sequence[float]) -> float:
+    """The distance of the largest value from the smallest; infinite if one of them is."""
+    return INF if any(abs(value) == INF for value in values) else max(values) - min(values)
 
 
 def share_gap(weights: Sequence[float], share: float, token: int) -> float:

@@ -94,7 +94,7 @@ def test_a_text_is_excused_by_the_compaction_in_which_it_parts_and_by_no_other()
         rows={9: rows(0, 3)},
         compactions=[
             (5, 0, [[0, 1, 2]], [[9.0, 8.0, 1.0]]),
-            (9, 0, [[0, 1, 3]], [[9.0, 5.0, 5.0001]]),
+            (9, 0, [[0, 1, 3]], [[9.0, 5.0, 5.000001]]),
         ],
     )
 
@@ -108,7 +108,53 @@ def test_a_text_is_excused_by_the_compaction_in_which_it_parts_and_by_no_other()
     assert gap(rows(0, 1), before=5) < ROWS_TOLERANCE
     assert gap(rows(1, 3), before=5) > 0.4
     assert gap(rows(0, 1), before=9) == float("inf")  # nothing was compacted since
-    assert gap(rows(0, 3), before=5) == float("inf")  # the CPU of that machine finds the same
+    assert gap(rows(0, 3), before=5) == 0  # the CPU of that machine finds the same
+    assert gap(rows(0, 2), before=5) == float("inf")  # nobody has scored it
+
+
+def test_rows_are_excused_by_noise_that_moves_them_and_by_no_other() -> None:
+    from decoding import Replay
+    from texts import Parting
+    from ties import noise_moves_as_much
+
+    def replay(scores: list[float], *held: int, positions: tuple = (0, 1, 3)) -> Replay:
+        return Replay(rows={9: rows(*held)}, compactions=[(9, 0, [list(positions)], [scores])])
+
+    parting, card = Parting("rows", 9, 5), text([1] * 9, {9: rows(0, 1)})
+    plain = replay([9.0, 5.0, 6.0], 0, 3)
+
+    def is_excused(*noisy: Replay) -> bool:
+        return noise_moves_as_much(parting, card, plain, noisy)
+
+    assert is_excused(replay([9.0, 5.0, 6.0], 0, 3), replay([9.0, 6.1, 6.0], 0, 1)), "the card's"
+    assert is_excused(replay([9.0, 5.0, 6.5], 0, 3)), "by half of what lies between"
+    assert not is_excused(replay([9.0, 5.0, 6.4], 0, 3))
+    assert not is_excused(replay([2.0, 5.0, 6.0], 0, 3)), "another row is not in question"
+    assert not is_excused(replay([9.0, 5.0, 8.0], 0, 3, positions=(0, 2, 3))), "other rows"
+    assert not is_excused()
+    unknown = Replay(rows=plain.rows, compactions=[(9, 0, [[0, 3]], [[9.0, 6.0]])])
+    assert not noise_moves_as_much(parting, card, unknown, [replay([0.0, 0.0, 0.0], 0, 3)])
+
+
+def test_a_replay_holds_the_rows_that_are_known() -> None:
+    """So that what it decides by is of the rows that were held, whatever it would have kept."""
+    from decoding import replayed
+    from tiny import tiny_model
+
+    from kvpolicy import Plan
+
+    def plan_with(watcher: object) -> Plan:
+        return Plan.uniform("knorm", watcher, budget=12, buffer=4)
+
+    prompt, tokens = [1, 2, 3, 4], list(range(5, 25))
+    plain = replayed(tiny_model(), None, plan_with, prompt, tokens)
+    first = plain.compactions[0][0]
+    oldest = [[list(range(12)) for _ in layer] for layer in plain.rows[first]]
+    forced = replayed(tiny_model(), None, plan_with, prompt, tokens, {first: oldest})
+    assert [[head[:12] for head in layer] for layer in forced.rows[first]] == oldest
+    assert plain.rows[first] != forced.rows[first]
+    again = replayed(tiny_model(), None, plan_with, prompt, tokens, plain.rows)
+    assert again.rows == plain.rows
 
 
 def test_a_greedy_token_is_excused_by_its_logit_only() -> None:
