@@ -39,6 +39,7 @@ class RecordedSteps:
     Attributes:
         problem: Why steps are not recorded; ``None``: they are, or none came often enough yet.
         fuses: Whether groups of operators become one, which changes the order of sums.
+        waits: Steps that a batch of one size runs as they are before it is recorded.
         num_replayed: Steps that were run from recordings.
     """
 
@@ -47,6 +48,7 @@ class RecordedSteps:
 
     def __init__(self, *, fuses: bool = False) -> None:
         self.fuses = fuses
+        self.waits = STEPS_BEFORE
         self._programs: dict[tuple[object, ...], Callable[[], Output]] = {}
         self._num_steps: Counter[tuple[object, ...]] = Counter()
         self._seen: _Seen | None = None
@@ -62,7 +64,7 @@ class RecordedSteps:
         program = self._programs.get(kind)
         if program is None:
             self._num_steps[kind] += 1
-            if self._num_steps[kind] <= STEPS_BEFORE or not self._record(kind, call, given):
+            if self._num_steps[kind] <= self.waits or not self._record(kind, call, given):
                 return static_forward(call, given)
             program = self._programs[kind]
         self.num_replayed += 1

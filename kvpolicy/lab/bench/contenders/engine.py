@@ -134,6 +134,9 @@ def filled_run(engine: Engine, work: Decode, *, steps: int) -> Run:
     most = work.held + steps + _PROMPT
     short = [prompt[:_PROMPT] for prompt in work.prompts(engine.adapter.vocab_size)]
     run = engine.generate(short, max_new_tokens=most, stop_ids=())
+    recorded = run.core.runner.recorded
+    if recorded is not None:
+        recorded.waits = 0  # a steady state has come that far
     warm_up(run)
     fill_run(run, work.held, seed=work.seed)
     return run

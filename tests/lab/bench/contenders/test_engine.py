@@ -8,15 +8,26 @@ import pytest
 from bench_parts import HEAD_DIM, HEADS, IN_FP32, LAYERS, ROW, cell
 from tiny import tiny_model
 
-from kvpolicy import Engine
+from kvpolicy import Engine, Plan
 from kvpolicy.engine.engine import Run
 from kvpolicy.engine.requests.results import Events
-from kvpolicy.lab.bench.contenders.engine import engine_under
+from kvpolicy.lab.bench.contenders.engine import engine_under, filled_run
 from kvpolicy.lab.bench.workload import Decode, Text
+
+BUDGET = {"budget": 8, "buffer": 4}
 
 
 def lengths_of(work: Text) -> list[int]:
     return [len(prompt) for prompt in work.prompts(61)]
+
+
+@pytest.mark.parametrize("stack", ["full", "knorm"])
+def test_steps_of_a_filled_cache_are_recorded_from_the_beginning(stack: str) -> None:
+    """As after many steps: no cell is measured that long."""
+    engine = Engine(tiny_model(), None, Plan.uniform(stack, **BUDGET if stack != "full" else {}))
+    run = filled_run(engine, Decode(batch=1, held=8, steps=3), steps=3)
+    run.step()
+    assert run.report.path == "static, recorded"
 
 
 @pytest.mark.parametrize(("stack", "new_tokens"), [("full", 6), ("knorm", 19)])
