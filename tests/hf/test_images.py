@@ -193,7 +193,10 @@ def test_beams_and_copies_go_on_behind_an_image() -> None:
     model, (image, _) = seeing(ROPE_IN_PLANES)
     prompt = image.prompt([5, 9, 40], [7, 11])
     beams = {"num_beams": 3}
-    expected = answers(model, [prompt], [image], **beams)
+    try:
+        expected = answers(model, [prompt], [image], **beams)
+    except RuntimeError:
+        pytest.skip("this transformers searches no beams behind an image itself")
     assert answers(model, [prompt], [image], PolicyCache(model, FULL), **beams) == expected
     held = PolicyCache(model, FULL)
     text = [*prompt, *answers(model, [prompt], [image], held)[0]]
