@@ -66,7 +66,7 @@ def call_on_cpu(recording: Recording) -> None:
     """Have the fused operators of a recording write to memory of their own, see `bind`."""
     if not HAS_NUMBA:
         return
-    from kvpolicy.model.fused.bind import bind
+    from kvpolicy.model.fused.numba_bind import bind
 
     for node in recording.graph.nodes:
         if _is(node, _DETACH):
