@@ -122,6 +122,8 @@ class ToyModel(ModelAdapter):
             first, num = self._num_heads[0] * self._shape.head_dim, self._shape.head_dim
             for layer_idx in self.attention_layers:
                 self._in[layer_idx][:, first : first + self._num_heads[1] * num] *= 100
+                if self.kind == "latent":  # values are large, too; states of layers are not to be
+                    self._out[layer_idx] /= 100
 
     def _cast(self, dtype: torch.dtype) -> None:
         self._embedding, self._positions = (
