@@ -89,8 +89,8 @@ def load_series(
     Args:
         preset: Name or file of the sweep; if not given, the default one, if there is any.
         policies: Stacks to compare instead of the file's series, labelled as they are written
-            here. If a file is named, a stack that one of its series consists of stands for that
-            series, with its label and knobs.
+            here. If a file is named, a stack that series of it consist of stands for all of them,
+            with their labels and knobs.
         plans: Plan files to compare too; instead of the file's series if no preset is named.
         budgets: If given, plans lose the budget of their own.
         buffer: Likewise.
@@ -102,8 +102,10 @@ def load_series(
     file = preset or default_name("sweep")
     base = load_preset(file).series if file is not None else ()
     if policies:
-        known = {} if preset is None else {_stack(series): series for series in base}
-        series = [known.get(stack) or Series.from_stack(stack) for stack in policies]
+        known = base if preset is not None else ()
+        series = []
+        for stack in policies:
+            series += [one for one in known if _stack(one) == stack] or [Series.from_stack(stack)]
     elif preset is None and plans:
         series = []
     elif file is None:

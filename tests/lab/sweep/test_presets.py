@@ -116,6 +116,14 @@ def test_policies_are_labelled_as_they_are_written_and_as_in_a_file_that_is_name
     assert found[-1] == load_preset(file).series[0]
 
 
+def test_a_stack_of_several_series_stands_for_all_of_them(tmp_path: Path) -> None:
+    coarse = '[[series]]\nlabel = "b"\nplan = { stack = ["streaming"], rows = "int8" }\n'
+    file = written(tmp_path, f"{GOOD}\n{coarse}")
+    found = load_series(file, policies=["streaming"])
+    assert found == list(load_preset(file).series)
+    assert [one.label for one in found] == ["a", "b"]
+
+
 def test_series_of_other_plans_have_other_labels(tmp_path: Path) -> None:
     files = [tmp_path / name / "h2o.toml" for name in "ab"]
     for budget, file in enumerate(files, 8):
