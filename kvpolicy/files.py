@@ -169,7 +169,6 @@ def text_lines(
     *,
     begin: int = 0,
     on_bytes: Callable[[bytes], object] = lambda _: None,
-    error: type[KVPolicyError] = KVPolicyError,
 ) -> Iterator[Line]:
     r"""Read the lines of a file of UTF-8 text that are not blank, one at a time.
 
@@ -181,7 +180,6 @@ def text_lines(
         name: What it is, for messages.
         begin: Where in it reading begins: its position.
         on_bytes: Receives the content, line by line, as it is.
-        error: Exception to raise.
 
     Raises:
         KVPolicyError: It is not UTF-8, or a line is larger than `MAX_BYTES`.
@@ -191,13 +189,15 @@ def text_lines(
         number += 1
         if len(content) > MAX_BYTES:
             where = name if number == 1 else f"line {number} of {name}"
-            _refuse(f"{where} cannot be read: it is larger than {MAX_BYTES >> 20} MiB", error)
+            msg = f"{where} cannot be read: it is larger than {MAX_BYTES >> 20} MiB"
+            raise KVPolicyError(msg)
         on_bytes(content)
         line = content.removeprefix(BOM_UTF8) if begin == 0 else content
         try:
             text = line.decode()
         except UnicodeDecodeError as caught:
-            _refuse(f"{name} is not UTF-8 text (byte {begin + caught.start})", error, caught)
+            msg = f"{name} is not UTF-8 text (byte {begin + caught.start})"
+            raise KVPolicyError(msg) from caught
         if text.strip():
             yield Line(number, begin, text.removesuffix("\n").removesuffix("\r"))
         begin += len(content)

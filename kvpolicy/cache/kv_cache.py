@@ -110,10 +110,6 @@ class KVCache:
         """The largest temporary copy so far: of a compaction, a forward, or a growing slab."""
         return self.counts.transient_bytes
 
-    def note_copy(self, num_bytes: int) -> None:
-        """Note the size of a temporary copy."""
-        self.counts.note_copy(num_bytes)
-
     def fullest(
         self, layers: int | Sequence[int] | np.ndarray, slots: Sequence[int] | np.ndarray
     ) -> np.ndarray:
@@ -296,7 +292,7 @@ class KVCache:
         for small, large in zip(old, new, strict=True):
             large.softmax = small.softmax
             layout.widen(small, large)
-        self.note_copy(sum(layer.num_bytes for layer in old))
+        self.counts.note_copy(sum(layer.num_bytes for layer in old))
 
     # Slots
 
@@ -329,7 +325,7 @@ class KVCache:
         self.counts.transient_bytes = source.transient_bytes
         for target, tensor in copied:
             contents = tensor[chosen]  # a copy, so a slot may go to several
-            self.note_copy(contents.nbytes)
+            self.counts.note_copy(contents.nbytes)
             target.copy_(contents)
         for array, numbers in zip(self.counts.per_slot, source.counts.per_slot, strict=True):
             array[...] = numbers[..., chosen]
@@ -352,7 +348,7 @@ class KVCache:
         """Exchange the sequences in two slots."""
         pair, swapped = [first, second], [second, first]
         for arena in self.arenas:
-            self.note_copy(arena.swap_slots(first, second))
+            self.counts.note_copy(arena.swap_slots(first, second))
         for tensor in self.slot_tensors:
             tensor[pair] = tensor[swapped]
         for array in self.counts.per_slot:

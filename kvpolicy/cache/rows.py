@@ -307,7 +307,7 @@ class LayerRows:
         return rows
 
     def _note_copy(self, num_bytes: int) -> None:
-        self._cache.note_copy(num_bytes)
+        self._cache.counts.note_copy(num_bytes)
 
 
 def checked_numbers(what: str, given: object, size: Sequence[int], like: Tensor) -> Tensor:

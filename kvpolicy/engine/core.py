@@ -37,10 +37,6 @@ class Core:
         step.checks = self.evictor.take_checks()
         return self.runner.run(step)
 
-    def count(self, step: Step) -> None:
-        """Count the rows of a static step whose tokens are read after the next step is launched."""
-        self.runner.count(step)
-
     def commit(self, step: Step, output: Output, drawn: Drawn) -> None:
         """Make what a step has computed a fact: tokens and rows.
 

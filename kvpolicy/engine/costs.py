@@ -3,7 +3,7 @@
 from collections import abc
 from contextlib import contextmanager
 
-from kvpolicy.engine.requests.results import Result, RunReport
+from kvpolicy.engine.requests.results import RunReport
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.step import Step
 from kvpolicy.hooks.timing import PolicyTimings
@@ -69,7 +69,3 @@ class Costs:
                     self.report.longest_gap_s = max(self.report.longest_gap_s, gap)
                 seq.newest_after = num_chunks
             seq.newest_at = now
-
-    def add(self, result: Result) -> None:
-        """Count a finished request."""
-        self.report.add(result)

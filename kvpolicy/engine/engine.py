@@ -442,7 +442,7 @@ class Run:
         if step is not None:
             self._unread = step, output
             if scheduler.runs_ahead(step):
-                core.count(step)
+                core.runner.count(step)
             else:
                 self._read()
         self._finish_ended()
@@ -517,7 +517,7 @@ class Run:
     def _emit(self, result: Result) -> None:
         self._queue.finish(result.id)
         self._results.append(result)
-        self._costs.add(result)
+        self._costs.report.add(result)
 
     # Results
 

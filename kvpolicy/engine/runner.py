@@ -110,7 +110,7 @@ class Runner:
         return self._run_eagerly(step)
 
     def count(self, step: Step) -> None:
-        """Count the rows of a static step before its tokens are read."""
+        """Count the rows of a static step whose tokens are read after the next step is launched."""
         assert self.static is not None
         self.static.count([seq.finish_reason is None for seq in step.sequences])
         step.is_counted = True

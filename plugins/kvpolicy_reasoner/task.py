@@ -242,7 +242,6 @@ def _chain_step(rng: random.Random, names: list[str], chain: list[Fact], sides: 
 
 EOS = "<|eos|>"
 END = ".\n\n"
-RECHECK_OPENERS = ("Wait", "Alternatively", "Hmm", "Just", "Again")
 
 _LONG_CHAIN = 6
 

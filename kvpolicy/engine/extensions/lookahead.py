@@ -156,7 +156,7 @@ class LookaheadQueries(Extension):
             for start in range(0, first.num_tokens, width):
                 self._forward(slots, beside, tokens[:, start : start + width])
             num_queries = [first.num_tokens] * len(group)
-        self.cache.note_copy(beside.num_bytes)
+        self.cache.counts.note_copy(beside.num_bytes)
         whole = {
             # A copy: those of a forward in inference mode cannot be checked for changes.
             layer_idx: self._adapter.processes.all_gather(beside.queries[layer_idx].clone())

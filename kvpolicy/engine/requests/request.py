@@ -14,17 +14,24 @@ from kvpolicy.errors import KVPolicyError, shown
 from kvpolicy.validators import MAX_COUNT, MAX_SEED, positive_int
 
 
-def _at_least(bound: float) -> Callable[[object, Any, float], None]:
+def _number(
+    is_valid: Callable[[float], bool], expected: str
+) -> Callable[[object, Any, float], None]:
     def check(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not bound <= value <= sys.float_info.max:
+        if not is_number or not is_valid(value):
             msg = (
                 f"{type(instance).__name__} was given {attribute.name}={value!r:.60}; "
-                f"expected a number of at least {bound:g}"
+                f"expected a number {expected}"
             )
             raise KVPolicyError(msg)
 
     return check
+
+
+_from_zero = _number(lambda value: 0 <= value <= sys.float_info.max, "of at least 0")
+_positive = _number(lambda value: 0 < value <= sys.float_info.max, "above 0")
+_share = _number(lambda value: 0 <= value <= 1, "from 0 to 1")
 
 
 def _integer(least: int, most: int = MAX_COUNT) -> Callable[[object, Any, Any], None]:
@@ -39,25 +46,6 @@ def _integer(least: int, most: int = MAX_COUNT) -> Callable[[object, Any, Any], 
             raise KVPolicyError(msg) from error
 
     return check
-
-
-def _share(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        msg = (
-            f"{type(instance).__name__} was given {attribute.name}={value!r:.60}; "
-            "expected a number from 0 to 1"
-        )
-        raise KVPolicyError(msg)
-
-
-def _positive(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= sys.float_info.max:
-        msg = (
-            f"{type(instance).__name__} was given {attribute.name}={value!r:.60}; "
-            "expected a number above 0"
-        )
-        raise KVPolicyError(msg)
 
 
 def _number(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
@@ -121,7 +109,7 @@ class Sampling:
             request with an id that the model does not have is refused.
     """
 
-    temperature: float = attrs.field(default=0.0, validator=_at_least(0))
+    temperature: float = attrs.field(default=0.0, validator=_from_zero)
     top_k: int = attrs.field(default=0, validator=_integer(0))
     top_p: float = attrs.field(default=1.0, validator=_probability)
     seed: int = attrs.field(default=0, validator=_integer(0, MAX_SEED))
@@ -235,7 +223,7 @@ class Request:
     snapshot: bool = attrs.field(default=False, kw_only=True)
     priority: int = attrs.field(default=0, validator=_integer(-MAX_COUNT), kw_only=True)
     deadline_s: float | None = attrs.field(
-        default=None, validator=optional(_at_least(0)), kw_only=True
+        default=None, validator=optional(_from_zero), kw_only=True
     )
     logprobs: int | None = attrs.field(default=None, validator=optional(_integer(0)), kw_only=True)
     prompt_logprobs: int | None = attrs.field(

@@ -32,6 +32,7 @@ from kvpolicy.cli.options import (
     TrustRemoteCode,
     WeightForm,
     examples,
+    parse_bytes,
     parse_ints,
     parse_names,
     register_plugins,
@@ -121,7 +122,7 @@ def ablate(
     command again: it continues after the last finished sample.
     """
     budget_list = parse_ints("--budgets", budgets)
-    byte_list = options.parse_byte_list("--bytes", num_bytes)
+    byte_list = [parse_bytes("--bytes", one) for one in parse_names("--bytes", num_bytes)]
     seed_list = parse_ints("--seeds", seeds, minimum=0)
     knobs = options.parse_grid(grid or [], rows)
     register_plugins(plugin)

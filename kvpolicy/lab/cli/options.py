@@ -16,7 +16,6 @@ from kvpolicy.cli.options import (
     SLOTS,
     TEMPERATURE,
     TOP_P,
-    parse_bytes,
     parse_names,
     split_list,
 )
@@ -224,19 +223,6 @@ def parse_grid(texts: Sequence[str], rows: str | None = None) -> dict[str, tuple
             raise KVPolicyError(msg)
         found[key] = tuple(values)
     return found
-
-
-def parse_byte_list(option: str, text: str | None) -> list[int]:
-    """Parse numbers of bytes: ``"256KiB,1MB"``.
-
-    Args:
-        option: Name of the option, for the message.
-        text: What was given.
-
-    Raises:
-        KVPolicyError: One of them is not a number of bytes.
-    """
-    return [parse_bytes(option, one) for one in parse_names(option, text)]
 
 
 def _parse_values(text: str) -> list[Any]:

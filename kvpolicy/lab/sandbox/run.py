@@ -117,16 +117,13 @@ def find_wall() -> Wall:
     raise TaskError(msg)
 
 
-def run_program(
-    source: str, stdin: str, *, time_s: float, memory_bytes: int = MEMORY_BYTES
-) -> Finished:
+def run_program(source: str, stdin: str, *, time_s: float) -> Finished:
     """Run a Python program in the sandbox.
 
     Args:
         source: Its source.
         stdin: Its standard input.
         time_s: Limit of wall time and of processor time, in seconds, without the time to start.
-        memory_bytes: Memory limit.
 
     Returns:
         How it ended. Its process no longer exists, nor does what it wrote.
@@ -134,7 +131,7 @@ def run_program(
     Raises:
         TaskError: There is no sandbox, or it did not start the program.
     """
-    return _run(find_wall(), source, stdin, time_s=time_s, memory_bytes=memory_bytes)
+    return _run(find_wall(), source, stdin, time_s=time_s, memory_bytes=MEMORY_BYTES)
 
 
 def _try(wall: Wall) -> None:

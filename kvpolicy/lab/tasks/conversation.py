@@ -22,7 +22,6 @@ from typing import Any, Protocol
 import attrs
 
 from kvpolicy.errors import TaskError
-from kvpolicy.files import atomic_write
 from kvpolicy.lab.tasks.answers import extract_answer
 from kvpolicy.lab.tasks.datasets import Row, read_rows
 from kvpolicy.lab.tasks.question_sets import draw
@@ -248,33 +247,8 @@ def read_conversations(path: str | Path) -> list[Conversation]:
     return [_read(row, index, f"conversation {index + 1} of {path}") for index, row in _all(rows)]
 
 
-def write_conversations(path: str | Path, conversations: Sequence[Conversation]) -> None:
-    """Write conversations as JSON lines, atomically.
-
-    Args:
-        path: The file; its name should end in ``.jsonl``.
-        conversations: The conversations; their indices become their order.
-
-    Raises:
-        OutputError: The file cannot be written.
-    """
-    lines = [json.dumps(_to_row(one), ensure_ascii=False) + "\n" for one in conversations]
-    atomic_write(Path(path), "".join(lines).encode())
-
-
 def _all(rows: Sequence[Row]) -> Sequence[tuple[int, Row]]:
     return [(index, rows[index]) for index in range(len(rows))]
-
-
-def _to_row(conversation: Conversation) -> dict[str, Any]:
-    row: dict[str, Any] = {"utterances": conversation.utterances}
-    if conversation.topics:
-        row["topics"] = conversation.topics
-    row["questions"] = [
-        {"question": one.text, "answer": one.answer} | ({"topic": one.topic} if one.topic else {})
-        for one in conversation.questions
-    ]
-    return row
 
 
 def _read(row: Row, index: int, where: str) -> Conversation:

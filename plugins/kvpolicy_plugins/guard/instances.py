@@ -1,7 +1,6 @@
-"""Traces by rule: the one that predictions ruin, hard phases, and popular blocks that change."""
+"""Traces by rule: the one that predictions ruin, and popular blocks that change."""
 
 from collections.abc import Sequence
-from random import Random
 
 import numpy as np
 
@@ -28,24 +27,6 @@ def blow_up(capacity: int, num_requests: int = BLOW_UP_REQUESTS) -> list[int]:
     """
     turns = [capacity if number % 2 == 0 else 0 for number in range(num_requests)]
     return [*range(capacity), *turns]
-
-
-def hard_phases(capacity: int, num_phases: int, seed: int) -> list[int]:
-    """Phases of one new block and all but one of the blocks before, in random order.
-
-    Args:
-        capacity: Blocks of the store.
-        num_phases: Phases after the store is full.
-        seed: Seed of the orders.
-    """
-    rng = Random(seed)
-    blocks = list(range(capacity))
-    trace = list(blocks)
-    for phase in range(num_phases):
-        rng.shuffle(blocks)
-        blocks = [capacity + phase, *blocks[1:]]
-        trace += blocks
-    return trace
 
 
 def drifting_popularity(

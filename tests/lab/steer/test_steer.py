@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kvpolicy_reasoner.task import RECHECK_OPENERS, make_problems, split_of
+from kvpolicy_reasoner.task import make_problems, split_of
 from tiny import bpe_tokenizer
 
 from kvpolicy.errors import KVPolicyError, TaskError
@@ -64,7 +64,11 @@ def test_the_published_rules_match_those_of_seal(text: str, kind: str) -> None:
 
 def test_the_reasoner_rules_match_every_recheck() -> None:
     rules = load_rules("reasoner")
-    assert all(rules.kind_of(f"{opener} tea is 3.") != "execution" for opener in RECHECK_OPENERS)
+    traces = [problem.trace.partition("</think>")[0] for problem in make_problems(40, seed=0)]
+    thoughts = [one for trace in traces for one in trace.split("\n\n") if one]
+    rechecks = [one for one in thoughts if not one.startswith(("First ", "And ", "Now ", "So "))]
+    assert len(rechecks) > 100
+    assert all(rules.kind_of(one) != "execution" for one in rechecks)
     assert rules.kind_of("Now tea = oak + 3, so tea is 4.") == "execution"
     assert rules.kind_of("So the answer is 4.") == "execution"
 

@@ -19,7 +19,6 @@ from kvpolicy.lab.tasks.conversation import (
     conversations_of,
     examples_of,
     read_conversations,
-    write_conversations,
 )
 from kvpolicy.lab.tasks.task import Example, GradeError, load_task
 
@@ -65,6 +64,22 @@ def test_distance_counts_visits_of_other_topics_since(topics: list[str], topic: 
 def test_distance_is_not_known_without_topics() -> None:
     assert SHORT.distance(SHORT.questions[0]) is None
     assert TALK.distance(TALK.questions[2]) is None
+
+
+def write_conversations(path: Path, conversations: list[Conversation]) -> None:
+    rows = [
+        {
+            "utterances": talk.utterances,
+            **({"topics": talk.topics} if talk.topics else {}),
+            "questions": [
+                {"question": one.text, "answer": one.answer}
+                | ({"topic": one.topic} if one.topic else {})
+                for one in talk.questions
+            ],
+        }
+        for talk in conversations
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @given(st.lists(talks, min_size=1, max_size=3))
