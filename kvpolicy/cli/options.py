@@ -3,15 +3,13 @@
 An option is an annotated type, so that it has one name, one help text and one panel everywhere.
 """
 
-import inspect
 import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from fractions import Fraction
-from functools import wraps
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -289,6 +287,97 @@ def examples(*commands: str) -> str:
 
 
 @attrs.frozen
+class ModelOptions:
+    """Options of the commands that load a model."""
+
+    model: Model = DEFAULT_MODEL
+    dtype: Dtype = "auto"
+    device: Device = None
+    trust_remote_code: TrustRemoteCode = False
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """How the model is loaded: arguments of `kvpolicy.model.loading.load_model`."""
+        return {
+            "dtype": self.dtype,
+            "device": self.device,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+    def load(self) -> "tuple[PreTrainedModel, Any]":
+        """Load the model and its tokenizer.
+
+        Raises:
+            ModelError: It cannot be loaded.
+        """
+        from kvpolicy.model.loading import load_model
+
+        return load_model(self.model, **self.loading)
+
+
+@attrs.frozen(kw_only=True)
+class DecoderOptions:
+    """Options of the commands that load a model and generate with it."""
+
+    of_model: ModelOptions
+    cpu_weights: CpuWeights = WeightForm.plain
+    compile: Compile = False
+
+    @property
+    def name(self) -> str:
+        """``--model``."""
+        return self.of_model.model
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """How the model is loaded: arguments of `kvpolicy.model.loading.load_model`."""
+        return {**self.of_model.loading, "cpu_weights": self.cpu_weights.value}
+
+    def load(self, *, tp_plan: str | None = None) -> "tuple[PreTrainedModel, Any]":
+        """Load the model and its tokenizer, and say what its packed weights take.
+
+        Args:
+            tp_plan: How processes share the model, see `kvpolicy.model.loading.load_model`.
+
+        Raises:
+            ModelError: It cannot be loaded.
+        """
+        from kvpolicy.model.loading import load_model
+
+        model, tokenizer = load_model(self.name, **self.loading, tp_plan=tp_plan)
+        tell_packing(model, self.cpu_weights)
+        return model, tokenizer
+
+
+@attrs.frozen
+class PolicyOptions:
+    """Options that describe a plan, beside a file that holds one."""
+
+    policy: Policies = None
+    budget: Budget = None
+    buffer: Buffer = None
+    prefill_buffer: PrefillBuffer = None
+    length: Length = None
+    overrides: Overrides = None
+    plugin: Plugins = None
+
+    @property
+    def numbers(self) -> dict[str, int | str | None]:
+        """The entries of a plan that have an option, ``None`` if it was not given."""
+        return {
+            "budget": self.budget,
+            "buffer": self.buffer,
+            "prefill_buffer": self.prefill_buffer,
+            "length": self.length,
+        }
+
+    @property
+    def are_given(self) -> bool:
+        """Whether they say anything of a plan."""
+        return bool(self.policy or self.overrides or any(self.numbers.values()))
+
+
+@attrs.frozen(kw_only=True)
 class GenerationOptions:
     """Options of the commands that generate text, in the order of their help."""
 
@@ -297,13 +386,7 @@ class GenerationOptions:
     raw: Raw = False
     system: System = None
     plan: PlanFile = None
-    policy: Policies = None
-    budget: Budget = None
-    buffer: Buffer = None
-    prefill_buffer: PrefillBuffer = None
-    length: Length = None
-    overrides: Overrides = None
-    plugin: Plugins = None
+    policies: PolicyOptions
     temperature: Temperature = 0.0
     top_p: TopP = 1.0
     top_k: TopK = 0
@@ -313,12 +396,7 @@ class GenerationOptions:
     max_new_tokens: MaxNewTokens = None
     min_new_tokens: MinNewTokens = None
     stop: Stop = None
-    model: Model = DEFAULT_MODEL
-    dtype: Dtype = "auto"
-    device: Device = None
-    trust_remote_code: TrustRemoteCode = False
-    cpu_weights: CpuWeights = WeightForm.plain
-    compile: Compile = False
+    decoder: DecoderOptions
     slots: Slots = 8
 
     @property
@@ -332,28 +410,6 @@ class GenerationOptions:
             msg = "--system is a message of a chat, and --raw was given; give one of them."
             raise KVPolicyError(msg)
         return Chat(self.raw, self.system)
-
-
-def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of `GenerationOptions` to a command.
-
-    Args:
-        command: A function whose parameter ``generation`` takes all of them together.
-    """
-    shared = inspect.signature(GenerationOptions).parameters
-    own = inspect.signature(command).parameters
-
-    @wraps(command)
-    def wrapped(**values: Any) -> None:
-        given = {name: values.pop(name) for name in shared}
-        command(generation=GenerationOptions(**given), **values)
-
-    options = [*shared.values(), *(one for one in own.values() if one.name != "generation")]
-    parameters = [one.replace(kind=one.KEYWORD_ONLY) for one in options]
-    # typer reads both.
-    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {one.name: one.annotation for one in parameters}
-    return wrapped
 
 
 @attrs.frozen
@@ -405,26 +461,15 @@ def prepare(
         )
         raise KVPolicyError(msg)
     chat, prompts = options.chat, _prompts(options)
-    register_plugins(options.plugin)
-    plan = choose_plan(
-        options.plan, options.policy or [], numbers_of(options), options.overrides or []
-    )
+    register_plugins(options.policies.plugin)
+    plan = choose_plan(options.plan, options.policies)
     from kvpolicy.engine.engine import Engine
-    from kvpolicy.model.loading import load_model
     from kvpolicy.model.tensor_parallel import refuse_several_processes
 
     if not tensor_parallel:
         refuse_several_processes()
     defaults = default_request(options)  # before a large model is loaded
-    model, tokenizer = load_model(
-        options.model,
-        dtype=options.dtype,
-        device=options.device,
-        trust_remote_code=options.trust_remote_code,
-        tp_plan="auto" if tensor_parallel else None,
-        cpu_weights=options.cpu_weights.value,
-    )
-    tell_packing(model, options.cpu_weights)
+    model, tokenizer = options.decoder.load(tp_plan="auto" if tensor_parallel else None)
     chats = ChatPrompts(tokenizer, chat)
     if chats.note is not None and any(map(chats.wraps, prompts)):
         info(chats.note)
@@ -438,7 +483,7 @@ def prepare(
         plan,
         slots=options.slots,
         on_hook_error=on_hook_error,
-        compile=options.compile,
+        compile=options.decoder.compile,
         prefix_store=prefix_store,
     )
     tell_no_effects(engine.plan)
@@ -518,9 +563,10 @@ def _prompts(options: GenerationOptions) -> list[Prompt]:
     if options.prompt is not None:
         return [Prompt(0, options.prompt)]
     # An installed model may come with a task of the same name.
-    if not _is_redirected(sys.stdin) and options.model in installed("kvpolicy.tasks"):
-        make_task = load_installed("kvpolicy.tasks", options.model, what="task")
-        with plugin_code(f"task '{options.model}' is broken", KVPolicyError):
+    model = options.decoder.name
+    if not _is_redirected(sys.stdin) and model in installed("kvpolicy.tasks"):
+        make_task = load_installed("kvpolicy.tasks", model, what="task")
+        with plugin_code(f"task '{model}' is broken", KVPolicyError):
             example = make_task().examples(1, seed=options.seed)[0]
         answer = f"(answer: {example.answer})"
         info(f"no prompt was given; using held-out problem {options.seed} {answer}:")
@@ -539,50 +585,33 @@ def _is_redirected(stream: TextIO | None) -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
-def numbers_of(options: GenerationOptions) -> dict[str, int | str | None]:
-    """The entries of a plan that have an option, ``None`` if it was not given."""
-    return {
-        "budget": options.budget,
-        "buffer": options.buffer,
-        "prefill_buffer": options.prefill_buffer,
-        "length": options.length,
-    }
-
-
-def choose_plan(
-    file: Path | None,
-    policies: Sequence[str],
-    numbers: Mapping[str, int | str | None],
-    overrides: Sequence[str],
-) -> "Plan":
+def choose_plan(file: Path | None, options: PolicyOptions) -> "Plan":
     """The plan that the options describe; by default that of the full cache.
 
     Args:
         file: ``--plan``.
-        policies: ``--policy``.
-        numbers: Values of ``--budget`` and others by the key of the plan, ``None`` if not given.
-        overrides: ``--set``.
+        options: The other options; their plugins are registered.
 
     Raises:
         KVPolicyError: The options contradict each other, or the plan is wrong.
     """
     from kvpolicy.plan.plan import Plan
 
+    numbers, overrides = options.numbers, options.overrides or []
     given = _typed_numbers(numbers)
     if file is not None:
-        if policies:
+        if options.policy:
             msg = f"the plan {str(file)!r} and --policy were given; give one of them."
             raise KVPolicyError(msg)
-        options = {key: _option(key) for key in numbers}
-        return Plan.load(file, [*given, *overrides], options=options)
-    if not policies:
+        return Plan.load(file, [*given, *overrides], options={key: _option(key) for key in numbers})
+    if not options.policy:
         sources = [one.source for one in given] or _idle(overrides, numbers)
         if sources:
             msg = f"{sources[0]} needs --policy NAME or --plan FILE."
             raise KVPolicyError(msg)
         info("no policy was given: full cache.")
         return Plan.full_cache(overrides)
-    return plan_of_policies(policies, numbers, overrides)
+    return plan_of_policies(options.policy, numbers, overrides)
 
 
 def _idle(overrides: Sequence[str], numbers: Collection[str]) -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import attrs
 import typer
 
 from kvpolicy.cli.options import parse_bytes
@@ -71,62 +72,60 @@ PrefixSpillBytes = Annotated[
 DEFAULT_BLOCK, DEFAULT_EVICTION = 64, "lru"
 
 
-def prefix_arguments(
-    cache: str | None,
-    *,
-    block: int = DEFAULT_BLOCK,
-    eviction: str = DEFAULT_EVICTION,
-    prompts_only: bool = False,
-    spill: Path | None = None,
-    spill_bytes: str | None = None,
-) -> dict[str, Any] | None:
-    """The arguments of `PrefixStore` that options describe; ``None`` if there is no store.
+@attrs.frozen
+class PrefixOptions:
+    """Options of the commands that reuse prefixes."""
 
-    Args:
-        cache: ``--prefix-cache``.
-        block: ``--prefix-block``.
-        eviction: ``--prefix-eviction``.
-        prompts_only: ``--prefix-prompts-only``.
-        spill: ``--prefix-spill``.
-        spill_bytes: ``--prefix-spill-bytes``.
+    prefix_cache: PrefixCache = None
+    prefix_block: PrefixBlock = DEFAULT_BLOCK
+    prefix_eviction: PrefixEviction = DEFAULT_EVICTION
+    prefix_prompts_only: PrefixPromptsOnly = False
+    prefix_spill: PrefixSpill = None
+    prefix_spill_bytes: PrefixSpillBytes = None
 
-    Raises:
-        KVPolicyError: A value is wrong, or an option needs another one.
-    """
-    given = {
-        "--prefix-block": block != DEFAULT_BLOCK,
-        "--prefix-eviction": eviction != DEFAULT_EVICTION,
-        "--prefix-prompts-only": prompts_only,
-        "--prefix-spill": spill is not None,
-        "--prefix-spill-bytes": spill_bytes is not None,
-    }
-    if cache is None:
-        idle = next((name for name, is_given in given.items() if is_given), None)
-        if idle is not None:
-            msg = f"{idle} was given without --prefix-cache; add --prefix-cache 256MiB."
+    def arguments(self) -> dict[str, Any] | None:
+        """The arguments of `PrefixStore` that they describe; ``None`` if there is no store.
+
+        Raises:
+            KVPolicyError: A value is wrong, or an option needs another one.
+        """
+        spill, spill_bytes = self.prefix_spill, self.prefix_spill_bytes
+        given = {
+            "--prefix-block": self.prefix_block != DEFAULT_BLOCK,
+            "--prefix-eviction": self.prefix_eviction != DEFAULT_EVICTION,
+            "--prefix-prompts-only": self.prefix_prompts_only,
+            "--prefix-spill": spill is not None,
+            "--prefix-spill-bytes": spill_bytes is not None,
+        }
+        if self.prefix_cache is None:
+            idle = next((name for name, is_given in given.items() if is_given), None)
+            if idle is not None:
+                msg = f"{idle} was given without --prefix-cache; add --prefix-cache 256MiB."
+                raise KVPolicyError(msg)
+            return None
+        if spill_bytes is not None and spill is None:
+            msg = (
+                "--prefix-spill-bytes was given without --prefix-spill; add --prefix-spill FOLDER."
+            )
             raise KVPolicyError(msg)
-        return None
-    if spill_bytes is not None and spill is None:
-        msg = "--prefix-spill-bytes was given without --prefix-spill; add --prefix-spill FOLDER."
-        raise KVPolicyError(msg)
-    arguments: dict[str, Any] = {
-        "capacity": parse_bytes("--prefix-cache", cache),
-        "block_tokens": block,
-        "eviction": eviction,
-        "conversations": not prompts_only,
-    }
-    if spill is not None:
-        arguments["spill"] = spill
-    if spill_bytes is not None:
-        arguments["spill_bytes"] = parse_bytes("--prefix-spill-bytes", spill_bytes)
-    return arguments
+        arguments: dict[str, Any] = {
+            "capacity": parse_bytes("--prefix-cache", self.prefix_cache),
+            "block_tokens": self.prefix_block,
+            "eviction": self.prefix_eviction,
+            "conversations": not self.prefix_prompts_only,
+        }
+        if spill is not None:
+            arguments["spill"] = spill
+        if spill_bytes is not None:
+            arguments["spill_bytes"] = parse_bytes("--prefix-spill-bytes", spill_bytes)
+        return arguments
 
 
 def prefix_store(arguments: Mapping[str, Any] | None) -> "PrefixStore | None":
     """The store with some arguments, if there is one.
 
     Args:
-        arguments: Those of `prefix_arguments`.
+        arguments: Those of `PrefixOptions.arguments`.
 
     Raises:
         KVPolicyError: As for `PrefixStore`.

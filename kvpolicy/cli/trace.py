@@ -15,6 +15,7 @@ import attrs
 import typer
 
 from kvpolicy.cli.failures import Interrupted
+from kvpolicy.cli.option_groups import with_groups
 from kvpolicy.cli.options import (
     SOME_FAILED,
     Generation,
@@ -22,7 +23,6 @@ from kvpolicy.cli.options import (
     Json,
     examples,
     prepare,
-    with_generation_options,
 )
 from kvpolicy.cli.output import info, print_json, print_text, terminal_width
 from kvpolicy.cli.run import format_report
@@ -52,7 +52,7 @@ _NONE = "-"
         "kvpolicy trace --plan plan.toml --summary",
     )
 )
-@with_generation_options
+@with_groups
 def trace(
     generation: GenerationOptions,
     hook: Annotated[

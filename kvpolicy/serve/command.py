@@ -6,7 +6,7 @@ Standard output has the address and a line to try; standard error the log, a lin
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,45 +14,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpolicy.cli.option_groups import with_groups
 from kvpolicy.cli.options import (
     DEFAULT_MODEL,
     MODEL,
     POLICY,
     SOME_FAILED,
-    Budget,
-    Buffer,
-    Compile,
-    CpuWeights,
-    Device,
-    Dtype,
-    Length,
-    Model,
-    Overrides,
-    Plugins,
-    Policies,
-    PrefillBuffer,
-    TrustRemoteCode,
-    WeightForm,
+    DecoderOptions,
+    PolicyOptions,
     choose_plan,
     examples,
     parse_bytes,
     register_plugins,
     tell_no_effects,
-    tell_packing,
 )
 from kvpolicy.cli.output import format_count, info, print_lines
-from kvpolicy.cli.prefix_options import (
-    DEFAULT_BLOCK,
-    DEFAULT_EVICTION,
-    PrefixBlock,
-    PrefixCache,
-    PrefixEviction,
-    PrefixPromptsOnly,
-    PrefixSpill,
-    PrefixSpillBytes,
-    prefix_arguments,
-    prefix_store,
-)
+from kvpolicy.cli.prefix_options import PrefixOptions, prefix_store
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.extras import install_extra
@@ -96,6 +73,7 @@ class LogFormat(Enum):
         "kvpolicy serve --on ray --replicas 4",
     )
 )
+@with_groups
 def serve(
     plan: Annotated[
         list[str] | None,
@@ -106,19 +84,9 @@ def serve(
             rich_help_panel=POLICY,
         ),
     ] = None,
-    policy: Policies = None,
-    budget: Budget = None,
-    buffer: Buffer = None,
-    prefill_buffer: PrefillBuffer = None,
-    length: Length = None,
-    overrides: Overrides = None,
-    plugin: Plugins = None,
-    model: Model = DEFAULT_MODEL,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
-    cpu_weights: CpuWeights = WeightForm.plain,
-    compile: Compile = False,
+    *,
+    policies: PolicyOptions,
+    decoder: DecoderOptions,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -155,12 +123,7 @@ def serve(
             rich_help_panel=MODEL,
         ),
     ] = None,
-    prefix_cache: PrefixCache = None,
-    prefix_block: PrefixBlock = DEFAULT_BLOCK,
-    prefix_eviction: PrefixEviction = DEFAULT_EVICTION,
-    prefix_prompts_only: PrefixPromptsOnly = False,
-    prefix_spill: PrefixSpill = None,
-    prefix_spill_bytes: PrefixSpillBytes = None,
+    prefix: PrefixOptions,
     host: Annotated[
         str, typer.Option(help="Interface to listen on.", rich_help_panel=NETWORK)
     ] = "127.0.0.1",
@@ -344,15 +307,8 @@ def serve(
     if slots is not None and kv_memory is not None:
         msg = "--slots and --kv-memory were given; give one of them."
         raise KVPolicyError(msg)
-    prefix = prefix_arguments(
-        prefix_cache,
-        block=prefix_block,
-        eviction=prefix_eviction,
-        prompts_only=prefix_prompts_only,
-        spill=prefix_spill,
-        spill_bytes=prefix_spill_bytes,
-    )
-    if prefix_spill is not None and is_on_ray:
+    of_store = prefix.arguments()
+    if prefix.prefix_spill is not None and is_on_ray:
         msg = (
             "--prefix-spill was given for a server on Ray, whose replicas cannot share a folder; "
             "remove it, or serve on this machine without --on ray."
@@ -370,18 +326,12 @@ def serve(
     memory = None if kv_memory is None else parse_bytes("--kv-memory", kv_memory)
     largest_body = parse_bytes("--max-body", max_body)
     keys = _keys(api_key)
-    register_plugins(plugin)
-    numbers = {
-        "budget": budget,
-        "buffer": buffer,
-        "prefill_buffer": prefill_buffer,
-        "length": length,
-    }
-    plans = _plans(plan or [], policy or [], numbers, overrides or [], model)
+    register_plugins(policies.plugin)
+    model = decoder.name
+    plans = _plans(plan or [], policies, model)
     names = _names(served_model_name or [model_name(model)], [*plans])
     from kvpolicy.engine.bound_plan import DEFAULT_MAX_TOKENS
     from kvpolicy.engine.engine import DEFAULT_SLOTS
-    from kvpolicy.model.loading import load_model
     from kvpolicy.serve.launch import bound_to, hosts_of, serve_model, served_model
     from kvpolicy.serve.logs import logging_to
     from kvpolicy.serve.server import Certificate
@@ -399,14 +349,8 @@ def serve(
         request_timeout_s=request_timeout,
         shutdown_timeout_s=shutdown_timeout,
     )
-    loading: dict[str, Any] = {
-        "dtype": dtype,
-        "device": device,
-        "trust_remote_code": trust_remote_code,
-        "cpu_weights": cpu_weights.value,
-    }
     options: dict[str, Any] = {
-        "compile": compile,
+        "compile": decoder.compile,
         "max_waiting": max_waiting,
         "kv_memory": memory,
         "slots": slots or DEFAULT_SLOTS,
@@ -415,12 +359,12 @@ def serve(
     if is_on_ray:
         from kvpolicy.serve.on_ray.command import RayOptions, serve_on_ray
 
-        if prefix is not None:
-            prefix_store(prefix)  # what is wrong is found before the cluster
+        if of_store is not None:
+            prefix_store(of_store)  # what is wrong is found before the cluster
         serve_on_ray(
             names,
             model,
-            loading,
+            decoder.loading,
             plans,
             options,
             settings,
@@ -432,7 +376,7 @@ def serve(
                 cpus_per_replica or 1,
                 gpus_per_replica,
             ),
-            prefix_store=prefix,
+            prefix_store=of_store,
             host=host,
             port=port,
             json_logs=log_format is LogFormat.json,
@@ -444,9 +388,8 @@ def serve(
         bound_to(host, port) as listening,
     ):
         # A port that is taken and a store that cannot be made are found before the model.
-        store = prefix_store(prefix)
-        loaded, tokenizer = load_model(model, **loading)
-        tell_packing(loaded, cpu_weights)
+        store = prefix_store(of_store)
+        loaded, tokenizer = decoder.load()
         served = served_model(
             names[0],
             loaded,
@@ -531,15 +474,9 @@ def _keys(given: Sequence[str] | None) -> tuple[str, ...]:
     return keys
 
 
-def _plans(
-    given: Sequence[str],
-    policies: Sequence[str],
-    numbers: Mapping[str, int | str | None],
-    overrides: Sequence[str],
-    model: str,
-) -> "dict[str, Plan]":
+def _plans(given: Sequence[str], options: PolicyOptions, model: str) -> "dict[str, Plan]":
     """The plans by their names, in the order in which they were given."""
-    is_default = not (given or policies or overrides or any(numbers.values()))
+    is_default = not (given or options.are_given)
     usual = default_name("plan") if is_default and model == DEFAULT_MODEL else None
     plans: dict[str, Plan] = {}
     for text in given or ([usual] if usual else []):
@@ -547,10 +484,10 @@ def _plans(
         if name in plans:
             msg = f"two plans are named '{name}'; give one of them another: --plan NAME={file}"
             raise KVPolicyError(msg)
-        plans[name] = choose_plan(Path(file), policies, numbers, overrides)
+        plans[name] = choose_plan(Path(file), options)
     if not plans:
-        name = "-".join(policies).replace("+", "-") or default_name("policy") or "plan"
-        plans[name] = choose_plan(None, policies, numbers, overrides)
+        policies = "-".join(options.policy or []).replace("+", "-")
+        plans[policies or default_name("policy") or "plan"] = choose_plan(None, options)
     return plans
 
 

@@ -14,7 +14,7 @@ from kvpolicy.errors import KVPolicyError, shown
 from kvpolicy.validators import MAX_COUNT, MAX_SEED, positive_int
 
 
-def _number(
+def _number_where(
     is_valid: Callable[[float], bool], expected: str
 ) -> Callable[[object, Any, float], None]:
     def check(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
@@ -22,16 +22,17 @@ def _number(
         if not is_number or not is_valid(value):
             msg = (
                 f"{type(instance).__name__} was given {attribute.name}={value!r:.60}; "
-                f"expected a number {expected}"
+                f"expected {expected}"
             )
             raise KVPolicyError(msg)
 
     return check
 
 
-_from_zero = _number(lambda value: 0 <= value <= sys.float_info.max, "of at least 0")
-_positive = _number(lambda value: 0 < value <= sys.float_info.max, "above 0")
-_share = _number(lambda value: 0 <= value <= 1, "from 0 to 1")
+_number = _number_where(lambda value: abs(value) <= sys.float_info.max, "a number")
+_from_zero = _number_where(lambda value: 0 <= value <= sys.float_info.max, "a number of at least 0")
+_positive = _number_where(lambda value: 0 < value <= sys.float_info.max, "a number above 0")
+_share = _number_where(lambda value: 0 <= value <= 1, "a number from 0 to 1")
 
 
 def _integer(least: int, most: int = MAX_COUNT) -> Callable[[object, Any, Any], None]:
@@ -46,15 +47,6 @@ def _integer(least: int, most: int = MAX_COUNT) -> Callable[[object, Any, Any], 
             raise KVPolicyError(msg) from error
 
     return check
-
-
-def _number(instance: object, attribute: "attrs.Attribute[Any]", value: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not abs(value) <= sys.float_info.max:
-        msg = (
-            f"{type(instance).__name__} was given {attribute.name}={value!r:.60}; expected a number"
-        )
-        raise KVPolicyError(msg)
 
 
 def _pairs(

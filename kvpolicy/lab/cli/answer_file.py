@@ -24,7 +24,6 @@ from kvpolicy.cli.options import (
     GenerationOptions,
     choose_plan,
     default_request,
-    numbers_of,
     register_plugins,
     tell_no_effects,
 )
@@ -114,23 +113,15 @@ def answer_file(
         raise KVPolicyError(msg)
     if prefix_store is not None:  # no prompt goes on with an answer
         prefix_store = {**prefix_store, "conversations": False}
-    register_plugins(options.plugin)
+    register_plugins(options.policies.plugin)
     from kvpolicy.lab.executors.executor import open_executor
     from kvpolicy.lab.models import ModelCache
     from kvpolicy.lab.prompt_files.store import AnswerStore, check_output
 
     with PromptFile(options.file) as prompts:
         check_output(output, options.file)
-        plan = choose_plan(
-            options.plan, options.policy or [], numbers_of(options), options.overrides or []
-        )
-        models = ModelCache(
-            dtype=options.dtype,
-            device=options.device,
-            trust_remote_code=options.trust_remote_code,
-            cpu_weights=options.cpu_weights.value,
-            compile=options.compile,
-        )
+        plan = choose_plan(options.plan, options.policies)
+        models = ModelCache(**options.decoder.loading, compile=options.decoder.compile)
         with open_executor(
             place.on,
             models,
@@ -160,11 +151,11 @@ def _answering(
     from kvpolicy.lab.prompt_files.answering import Answering
 
     chat, defaults = options.chat, default_request(options)  # before a large model is loaded
-    model, tokenizer = executor.describe(options.model)
+    model, tokenizer = executor.describe(options.decoder.name)
     if (note := ChatPrompts(tokenizer, chat).note) is not None:
         info(note)
     if options.max_new_tokens is None:
-        most = executor.default_length(options.model)
+        most = executor.default_length(options.decoder.name)
         defaults = attrs.evolve(defaults, max_new_tokens=most)
     resolved = plan.resolve(model.num_layers, attention=model.attention)
     tell_no_effects(resolved)

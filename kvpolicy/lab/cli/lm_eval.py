@@ -16,31 +16,18 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli.failures import Interrupted
+from kvpolicy.cli.option_groups import with_groups
 from kvpolicy.cli.options import (
-    DEFAULT_MODEL,
-    Budget,
-    Buffer,
-    Compile,
-    CpuWeights,
-    Device,
-    Dtype,
+    DecoderOptions,
     Json,
-    Length,
-    Model,
-    Overrides,
     PlanFile,
-    Plugins,
-    Policies,
-    PrefillBuffer,
-    TrustRemoteCode,
-    WeightForm,
+    PolicyOptions,
     check_new_file,
     choose_plan,
     examples,
     register_plugins,
     split_list,
     tell_no_effects,
-    tell_packing,
 )
 from kvpolicy.cli.output import (
     Progress,
@@ -75,6 +62,7 @@ _MISSING = "-"
         "kvpolicy lm-eval --tasks gsm8k --plan plan.toml --model ./my-model",
     )
 )
+@with_groups
 def lm_eval(
     tasks: Annotated[
         str,
@@ -86,15 +74,10 @@ def lm_eval(
         list[Path] | None,
         typer.Option(metavar="FOLDER", help="Folder with tasks of your own; may be repeated."),
     ] = None,
-    model: Model = DEFAULT_MODEL,
+    *,
+    decoder: DecoderOptions,
     plan: PlanFile = None,
-    policy: Policies = None,
-    budget: Budget = None,
-    buffer: Buffer = None,
-    prefill_buffer: PrefillBuffer = None,
-    length: Length = None,
-    overrides: Overrides = None,
-    plugin: Plugins = None,
+    policies: PolicyOptions,
     limit: Annotated[
         float | None,
         typer.Option(min=0, help="The most questions of each task; below 1, a share of them."),
@@ -153,11 +136,6 @@ def lm_eval(
             help="Write the record; until then keep answers, so that the command can resume.",
         ),
     ] = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
-    cpu_weights: CpuWeights = WeightForm.plain,
-    compile: Compile = False,
     json: Json = False,
 ) -> None:
     """Run tasks of lm-evaluation-harness with a policy at a budget.
@@ -176,21 +154,14 @@ def lm_eval(
     from kvpolicy.lab.tasks.datasets import require
 
     require("lm_eval", "this command", extra="lm-eval")
-    register_plugins(plugin)
-    numbers = {
-        "budget": budget,
-        "buffer": buffer,
-        "prefill_buffer": prefill_buffer,
-        "length": length,
-    }
-    chosen = choose_plan(plan, policy or [], numbers, overrides or [])
+    register_plugins(policies.plugin)
+    chosen = choose_plan(plan, policies)
     from lm_eval.utils import simple_parse_args_string
 
     from kvpolicy.engine.engine import Engine
     from kvpolicy.lab.lm_eval.evaluate import OURS, AnswerCache, Tasks, evaluate
     from kvpolicy.lab.lm_eval.model import PolicyLM
     from kvpolicy.lab.store.session import describe_session
-    from kvpolicy.model.loading import load_model
 
     given = {
         "max_gen_toks": max_new_tokens,
@@ -203,15 +174,8 @@ def lm_eval(
     session = describe_session(["kvpolicy", *sys.argv[1:]], workers=1)
     session["versions"]["lm_eval"] = version("lm_eval")
     found = Tasks(names, include_path or [], execute_code=execute_code)
-    loaded, tokenizer = load_model(
-        model,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        cpu_weights=cpu_weights.value,
-    )
-    tell_packing(loaded, cpu_weights)
-    engine = Engine(loaded, tokenizer, chosen, slots=slots, compile=compile)
+    loaded, tokenizer = decoder.load()
+    engine = Engine(loaded, tokenizer, chosen, slots=slots, compile=decoder.compile)
     tell_no_effects(engine.plan)
     lm = PolicyLM(engine, seed=seed or 0, think_end_token=think_end, follow=_show_progress)
     cache = None if output is None else AnswerCache(lm, output.with_suffix(".answers.db"))
@@ -243,7 +207,7 @@ def lm_eval(
             cache.close()
     if engine.compile_s:
         info(f"compiling decode steps took {engine.compile_s:.1f} s.")
-    record[OURS] = {"model": model, "session": session, **record[OURS]}
+    record[OURS] = {"model": decoder.name, "session": session, **record[OURS]}
     _print_record(record, output, json=json)
     if cache is not None:
         cache.path.unlink(missing_ok=True)  # the record holds every answer that counts

@@ -21,18 +21,15 @@ import typer
 
 from kvpolicy.cli.completion import names_of
 from kvpolicy.cli.failures import WRONG_INPUT
+from kvpolicy.cli.option_groups import with_groups
 from kvpolicy.cli.options import (
     DEFAULT_MODEL,
-    Budget,
-    Buffer,
     Dtype,
     Json,
-    Length,
     Model,
     Overrides,
     Plugins,
-    Policies,
-    PrefillBuffer,
+    PolicyOptions,
     PromptTokens,
     TrustRemoteCode,
     choose_plan,
@@ -75,6 +72,7 @@ app = typer.Typer(
         "kvpolicy plan show --policy h2o+protect --budget 64",
     ),
 )
+@with_groups
 def show(
     file: Annotated[
         Path | None,
@@ -84,11 +82,8 @@ def show(
             help="A plan, as TOML; or name policies.",
         ),
     ] = None,
-    policy: Policies = None,
-    budget: Budget = None,
-    buffer: Buffer = None,
-    prefill_buffer: PrefillBuffer = None,
-    length: Length = None,
+    *,
+    policies: PolicyOptions,
     model: Model = DEFAULT_MODEL,
     slots: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 8,
     tokens: Annotated[
@@ -96,8 +91,6 @@ def show(
         typer.Option(min=1, help="Longest sequence. [default: the model's positions]"),
     ] = None,
     prompt_tokens: PromptTokens = None,
-    overrides: Overrides = None,
-    plugin: Plugins = None,
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     toml: Annotated[
@@ -112,16 +105,10 @@ def show(
     if toml and json:
         msg = "--toml and --json cannot be combined; give one of them."
         raise KVPolicyError(msg)
-    register_plugins(plugin)
+    register_plugins(policies.plugin)
     from kvpolicy.model.loading import load_skeleton
 
-    numbers = {
-        "budget": budget,
-        "buffer": buffer,
-        "prefill_buffer": prefill_buffer,
-        "length": length,
-    }
-    plan = choose_plan(file, policy or [], numbers, overrides or [])
+    plan = choose_plan(file, policies)
     skeleton = load_skeleton(model, dtype=dtype, trust_remote_code=trust_remote_code)
     from kvpolicy.engine.memory.footprint import footprint
 
@@ -133,7 +120,7 @@ def show(
     elif json:
         print_json({"model": model, **found.to_dict()}, indent=2)
     else:
-        name = str(file) if file is not None else "+".join(policy or ["the full cache"])
+        name = str(file) if file is not None else "+".join(policies.policy or ["the full cache"])
         print_lines(_lines(found, name, model))
 
 

@@ -22,20 +22,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
+from kvpolicy.cli.option_groups import with_groups
 from kvpolicy.cli.options import (
-    DEFAULT_MODEL,
     POLICY,
     CpuWeights,
-    Device,
-    Dtype,
     Json,
-    Model,
+    ModelOptions,
     Overrides,
     Plugins,
     Policies,
     PrefillBuffer,
     PromptTokens,
-    TrustRemoteCode,
     WeightForm,
     check_new_file,
     parse_bytes,
@@ -68,6 +65,7 @@ _PRECISIONS = ("model", "int8", "int8/int4", "int4")
 _SHORTEST = 16  # sequence whose quality can be measured
 
 
+@with_groups
 def suggest(
     length: Annotated[
         int, typer.Option(min=1, help="Tokens of the longest sequence, prompt and generation.")
@@ -79,7 +77,8 @@ def suggest(
             help="Memory for the cache: 8GiB, 500MB. May be left out with --quality.",
         ),
     ] = None,
-    model: Model = DEFAULT_MODEL,
+    *,
+    of_model: ModelOptions,
     policy: Policies = None,
     slots: Annotated[
         int | None, typer.Option(min=1, help="Sequences decoded together. [default: chosen]")
@@ -157,9 +156,6 @@ def suggest(
     ] = None,
     overrides: Overrides = None,
     plugin: Plugins = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
     cpu_weights: CpuWeights = WeightForm.plain,
     json: Json = False,
 ) -> None:
@@ -172,7 +168,7 @@ def suggest(
         "--policies": policies,
         "--of": of,
         "--passages": passages,
-        "--device": device,
+        "--device": of_model.device,
         "--cpu-weights": None if cpu_weights is WeightForm.plain else cpu_weights,
     }
     _check_given(memory, quality, budget, length, policy, only_measuring)
@@ -203,7 +199,10 @@ def suggest(
     for name in stacks:  # a mistake in a plan is found before the model
         for form in precisions:
             plans_of(name, form)(length)
-    skeleton = load_skeleton(model, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = of_model.model
+    skeleton = load_skeleton(
+        model, dtype=of_model.dtype, trust_remote_code=of_model.trust_remote_code
+    )
     weights = _weight_bytes(skeleton)
     for_cache = num_bytes - weights if num_bytes is not None and with_weights else num_bytes
     if for_cache is not None and for_cache < 1:
@@ -220,12 +219,7 @@ def suggest(
         from kvpolicy.plan.plan import Plan
         from kvpolicy.plan.toml import Override
 
-        models = ModelCache(
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            cpu_weights=cpu_weights.value,
-        )
+        models = ModelCache(**of_model.loading, cpu_weights=cpu_weights.value)
 
         def footprint_of(of: "PlanOf", rows: int) -> "Footprint":
             return fit(of, skeleton, memory=sys.maxsize, slots=1, budget=rows).chosen

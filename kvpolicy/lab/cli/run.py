@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvpolicy.cli.option_groups import with_groups
 from kvpolicy.cli.options import (
     MODEL,
     PROMPTS,
@@ -16,20 +17,8 @@ from kvpolicy.cli.options import (
     GenerationOptions,
     Json,
     examples,
-    with_generation_options,
 )
-from kvpolicy.cli.prefix_options import (
-    DEFAULT_BLOCK,
-    DEFAULT_EVICTION,
-    PrefixBlock,
-    PrefixCache,
-    PrefixEviction,
-    PrefixPromptsOnly,
-    PrefixSpill,
-    PrefixSpillBytes,
-    prefix_arguments,
-    prefix_store,
-)
+from kvpolicy.cli.prefix_options import PrefixOptions, prefix_store
 from kvpolicy.cli.run import print_results
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.cli import options
@@ -50,7 +39,7 @@ _ANSWERS = "Answers of a file"
         "kvpolicy run --prompts questions.jsonl --output answers.jsonl --plan h2o",
     )
 )
-@with_generation_options
+@with_groups
 def run(
     generation: GenerationOptions,
     keep_going: Annotated[
@@ -107,12 +96,8 @@ def run(
             rich_help_panel=MODEL,
         ),
     ] = False,
-    prefix_cache: PrefixCache = None,
-    prefix_block: PrefixBlock = DEFAULT_BLOCK,
-    prefix_eviction: PrefixEviction = DEFAULT_EVICTION,
-    prefix_prompts_only: PrefixPromptsOnly = False,
-    prefix_spill: PrefixSpill = None,
-    prefix_spill_bytes: PrefixSpillBytes = None,
+    *,
+    prefix: PrefixOptions,
     json: Json = False,
 ) -> None:
     """Generate text with a policy at a budget.
@@ -121,19 +106,12 @@ def run(
     as soon as all before them are out. With --output, they are written to a file, on this machine
     or a Ray cluster.
     """
-    arguments = prefix_arguments(
-        prefix_cache,
-        block=prefix_block,
-        eviction=prefix_eviction,
-        prompts_only=prefix_prompts_only,
-        spill=prefix_spill,
-        spill_bytes=prefix_spill_bytes,
-    )
+    arguments = prefix.arguments()
     place = Place(on.value, ray_address, workers, cpus_per_worker, gpus_per_worker)
     if output is None:
         _refuse({**place.given(), "--overwrite": overwrite}, "needs --output FILE")
         if tensor_parallel:  # each process has the rows of some heads, and a store for them
-            _refuse({"--prefix-spill": prefix_spill}, "is for one process; leave it out")
+            _refuse({"--prefix-spill": prefix.prefix_spill}, "is for one process; leave it out")
         failed = print_results(
             generation,
             keep_going=keep_going,

@@ -13,13 +13,10 @@ import attrs
 import typer
 
 from kvpolicy.cli.failures import Interrupted
+from kvpolicy.cli.option_groups import with_groups
 from kvpolicy.cli.options import (
-    DEFAULT_MODEL,
-    Device,
-    Dtype,
     Json,
-    Model,
-    TrustRemoteCode,
+    ModelOptions,
     check_new_file,
     examples,
 )
@@ -54,11 +51,11 @@ _MIN_THOUGHTS = 200  # of each kind; with fewer, the mean is mostly noise
         "kvpolicy steer calibrate --model ./m --task gsm8k --output m.safetensors",
     ),
 )
+@with_groups
 def calibrate(
     output: Annotated[
         Path, typer.Option(metavar="FILE", help="New .safetensors file for the vectors.")
     ],
-    model: Model = DEFAULT_MODEL,
     task: Annotated[
         str | None, typer.Option(metavar="NAME", help="Task with a train split.")
     ] = DEFAULT_TASK,
@@ -90,9 +87,8 @@ def calibrate(
         typer.Option(min=1, help="Maximum tokens of a trace. [default: the model's, or 10000]"),
     ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 16,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    of_model: ModelOptions,
     json: Json = False,
 ) -> None:
     """Compute steering vectors: execution minus non-execution thoughts.
@@ -108,19 +104,16 @@ def calibrate(
     from kvpolicy.lab.steer.calibrate import CalibrationSource, choose_layers, pick
     from kvpolicy.lab.steer.thoughts import default_rules, load_rules
     from kvpolicy.lab.tasks.task import load_task
-    from kvpolicy.model.loading import load_model
     from kvpolicy.toolkit.paragraphs import PARAGRAPH
     from kvpolicy.toolkit.steering_vectors import save_steering_vectors
 
     chosen_task, chosen_rules = load_task(task), load_rules(rules or default_rules(task))
-    loaded, tokenizer = load_model(
-        model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-    )
+    loaded, tokenizer = of_model.load()
     chosen = choose_layers(layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
     if default_layer is not None and default_layer not in chosen:
         msg = f"--default-layer got {default_layer}; expected one of --layers: {chosen}"
         raise KVPolicyError(msg)
-    source = CalibrationSource(loaded, tokenizer, model, chosen_task, n, seed)
+    source = CalibrationSource(loaded, tokenizer, of_model.model, chosen_task, n, seed)
     max_tokens = max_new_tokens or getattr(loaded.generation_config, "max_new_tokens", None)
     try:
         traces = _solve(source, max_new_tokens=max_tokens or _MAX_NEW_TOKENS, slots=slots)

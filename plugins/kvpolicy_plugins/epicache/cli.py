@@ -19,23 +19,17 @@ import attrs
 import typer
 
 from kvpolicy.cli.failures import Interrupted
+from kvpolicy.cli.option_groups import with_groups
 from kvpolicy.cli.options import (
-    DEFAULT_MODEL,
-    Budget,
-    Buffer,
-    Device,
-    Dtype,
     Json,
     MaxNewTokens,
-    Model,
-    Overrides,
+    ModelOptions,
     PlanFile,
-    Policies,
-    PrefillBuffer,
+    PolicyOptions,
     Slots,
-    TrustRemoteCode,
     choose_plan,
     examples,
+    register_plugins,
 )
 from kvpolicy.cli.output import format_bytes, info, print_json, print_lines, print_text
 from kvpolicy.cli.text_table import format_table
@@ -116,6 +110,33 @@ Router = Annotated[
 ]
 
 
+@attrs.frozen
+class EpisodeOptions:
+    """Options of the commands that build caches."""
+
+    seed: Seed = 0
+    episodes: NumEpisodes = 4
+    window: WindowSize = 4
+    medoids: Medoids = 8
+    instruction: Instruction = None
+    embedding: Embedding = EmbeddingKind.inputs
+    route: Router = Route.cosine
+
+    def settings(self) -> "Settings":
+        """What a store is built with."""
+        from kvpolicy_plugins.epicache.store import INSTRUCTION, Settings
+
+        return Settings(
+            num_episodes=self.episodes,
+            window=self.window,
+            n_medoid=self.medoids,
+            instruction=INSTRUCTION if self.instruction is None else self.instruction,
+            embedding=self.embedding.value,
+            route=self.route.value,
+            seed=self.seed,
+        )
+
+
 @app.command(
     short_help="Build the caches of a conversation.",
     epilog=examples(
@@ -123,42 +144,30 @@ Router = Annotated[
         "kvpolicy epicache build conversation --output store --budget 80",
     ),
 )
+@with_groups
 def build(
     task: TaskName,
     output: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the store.")],
     number: Annotated[int, typer.Option("--conversation", min=0, help="Which one, from 0.")] = 0,
     raw: Raw = False,
-    seed: Seed = 0,
-    episodes: NumEpisodes = 4,
-    window: WindowSize = 4,
-    medoids: Medoids = 8,
-    instruction: Instruction = None,
-    embedding: Embedding = EmbeddingKind.inputs,
-    route: Router = Route.cosine,
+    *,
+    episodes: EpisodeOptions,
     plan: PlanFile = None,
-    policy: Policies = None,
-    budget: Budget = None,
-    buffer: Buffer = None,
-    prefill_buffer: PrefillBuffer = None,
-    overrides: Overrides = None,
-    model: Model = DEFAULT_MODEL,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
+    policies: PolicyOptions,
+    of_model: ModelOptions,
     slots: Slots = 8,
     json: Json = False,
 ) -> None:
     """Prefill a conversation once for each of its topics, and write what stays to a folder."""
-    settings = _settings(episodes, window, medoids, instruction, embedding, route, seed)
-    chosen = _plan_of(plan, policy, (budget, buffer, prefill_buffer), overrides)
+    settings, chosen = episodes.settings(), _plan_of(plan, policies)
     _check_conversations(task, raw=raw)
     from kvpolicy.plan.dump import to_toml
     from kvpolicy_plugins.epicache.store import EpisodeStore
 
-    engine = _engine(chosen, model, dtype, device, trust_remote_code, slots)
+    engine = _engine(chosen, of_model, slots)
     text = to_toml(engine.plan)  # refused before anything is computed
     conversations = _conversations(task, engine.tokenizer, raw=raw)
-    drawn = _drawn(conversations, number + 1, seed)
+    drawn = conversations.conversations(number + 1, seed=episodes.seed)
     if number >= len(drawn):
         msg = f"--conversation got {number}; {task} has {len(drawn)}, counted from 0"
         raise KVPolicyError(msg)
@@ -181,14 +190,13 @@ def build(
         'kvpolicy epicache ask store " What is tea?" --json',
     ),
 )
+@with_groups
 def ask(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `build` has written.")],
     questions: Annotated[list[str], typer.Argument(metavar="QUESTION...", help="The questions.")],
     max_new_tokens: MaxNewTokens = None,
-    model: Model = DEFAULT_MODEL,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    of_model: ModelOptions,
     slots: Slots = 8,
     json: Json = False,
 ) -> None:
@@ -202,7 +210,7 @@ def ask(
     from kvpolicy_plugins.epicache.store import EpisodeStore
 
     plan = Plan.load(folder / _PLAN_FILE)
-    engine = _engine(plan, model, dtype, device, trust_remote_code, slots)
+    engine = _engine(plan, of_model, slots)
     store = EpisodeStore.load(folder, engine)
     answers = store.ask_all(questions, max_new_tokens=max_new_tokens or _MAX_NEW_TOKENS)
     if json:
@@ -233,28 +241,17 @@ def ask(
         "kvpolicy epicache evaluate talks.jsonl --budget 2048 --json",
     ),
 )
+@with_groups
 def evaluate(
     task: TaskName = "conversation",
     n: Annotated[int, typer.Option("--n", min=1, help="Number of conversations.")] = 12,
     raw: Raw = False,
-    seed: Seed = 0,
-    episodes: NumEpisodes = 4,
-    window: WindowSize = 4,
-    medoids: Medoids = 8,
-    instruction: Instruction = None,
-    embedding: Embedding = EmbeddingKind.inputs,
-    route: Router = Route.cosine,
+    *,
+    episodes: EpisodeOptions,
     plan: PlanFile = None,
-    policy: Policies = None,
-    budget: Budget = None,
-    buffer: Buffer = None,
-    prefill_buffer: PrefillBuffer = None,
-    overrides: Overrides = None,
+    policies: PolicyOptions,
     max_new_tokens: MaxNewTokens = None,
-    model: Model = DEFAULT_MODEL,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
+    of_model: ModelOptions,
     slots: Slots = 8,
     json: Json = False,
 ) -> None:
@@ -264,26 +261,27 @@ def evaluate(
     prompt; and the full cache. A pair is a conversation: intervals are of
     differences between the shares of its questions that were answered.
     """
-    settings = _settings(episodes, window, medoids, instruction, embedding, route, seed)
-    chosen = _plan_of(plan, policy, (budget, buffer, prefill_buffer), overrides)
+    settings, chosen = episodes.settings(), _plan_of(plan, policies)
     _check_conversations(task, raw=raw)
     from kvpolicy import Engine, Plan
     from kvpolicy.lab.tasks.task import grader_of
 
-    engine = _engine(chosen, model, dtype, device, trust_remote_code, slots)
+    engine = _engine(chosen, of_model, slots)
     full = Engine(engine.adapter, engine.tokenizer, Plan.full_cache(), slots=slots)
     conversations = _conversations(task, engine.tokenizer, raw=raw)
     frame = conversations.frame(engine.tokenizer)
     options = {"max_new_tokens": max_new_tokens or _MAX_NEW_TOKENS}
     ways: dict[str, Callable[[Conversation], _Measured]] = {
-        f"{episodes} episodes": lambda one: _by_store(engine, one, frame, settings, options),
+        f"{episodes.episodes} episodes": lambda one: _by_store(
+            engine, one, frame, settings, options
+        ),
         "one cache": lambda one: _by_store(
             engine, one, frame, attrs.evolve(settings, num_episodes=1), options
         ),
         "full cache": lambda one: _by_full(full, one, frame, options),
     }
     grade = grader_of(conversations)
-    drawn = _drawn(conversations, n, seed)
+    drawn = conversations.conversations(n, seed=episodes.seed)
     found: dict[str, list[_Graded]] = {name: [] for name in ways}
     with _progress("conversations") as report:
         for done, conversation in enumerate(drawn):
@@ -496,41 +494,14 @@ def _show_store(store: "EpisodeStore", folder: Path, *, json: bool) -> None:
     )
 
 
-def _settings(
-    episodes: int,
-    window: int,
-    medoids: int,
-    instruction: str | None,
-    embedding: EmbeddingKind,
-    route: Route,
-    seed: int,
-) -> "Settings":
-    from kvpolicy_plugins.epicache.store import INSTRUCTION, Settings
-
-    return Settings(
-        num_episodes=episodes,
-        window=window,
-        n_medoid=medoids,
-        instruction=INSTRUCTION if instruction is None else instruction,
-        embedding=embedding.value,
-        route=route.value,
-        seed=seed,
-    )
-
-
-def _plan_of(
-    plan: Path | None,
-    policy: list[str] | None,
-    numbers: tuple[str | None, int | None, int | None],
-    overrides: list[str] | None,
-) -> "Plan":
-    budget, buffer, prefill_buffer = numbers
-    policies = [] if plan is not None else (policy or ["epicache"])
-    if plan is None and budget is None and not any("budget" in one for one in overrides or ()):
-        msg = "no budget was given: the rows that stay of a conversation; give --budget N"
-        raise KVPolicyError(msg)
-    given = {"budget": budget, "buffer": buffer, "prefill_buffer": prefill_buffer}
-    return choose_plan(plan, policies, given, overrides or [])
+def _plan_of(file: Path | None, options: PolicyOptions) -> "Plan":
+    register_plugins(options.plugin)
+    if file is None:
+        if options.budget is None and not any("budget" in one for one in options.overrides or ()):
+            msg = "no budget was given: the rows that stay of a conversation; give --budget N"
+            raise KVPolicyError(msg)
+        options = attrs.evolve(options, policy=options.policy or ["epicache"])
+    return choose_plan(file, options)
 
 
 def _check_conversations(name: str, *, raw: bool) -> None:
@@ -566,24 +537,10 @@ def _is_file(name: str) -> bool:
     return Path(name).suffix in (".jsonl", ".json")
 
 
-def _drawn(task: "ConversationTask", n: int, seed: int) -> "Sequence[Conversation]":
-    return task.conversations(n, seed=seed)
+def _engine(plan: "Plan", of_model: ModelOptions, slots: int) -> "Engine":
+    from kvpolicy import Engine
 
-
-def _engine(
-    plan: "Plan",
-    model: str,
-    dtype: str,
-    device: str | None,
-    trust_remote_code: bool,
-    slots: int,
-) -> "Engine":
-    from kvpolicy import Engine, load_model
-
-    loaded, tokenizer = load_model(
-        model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-    )
-    return Engine(loaded, tokenizer, plan, slots=slots)
+    return Engine(*of_model.load(), plan, slots=slots)
 
 
 @contextmanager

@@ -10,13 +10,10 @@ import attrs
 import typer
 
 from kvpolicy.cli.failures import Interrupted
+from kvpolicy.cli.option_groups import with_groups
 from kvpolicy.cli.options import (
-    DEFAULT_MODEL,
-    Device,
-    Dtype,
     Json,
-    Model,
-    TrustRemoteCode,
+    ModelOptions,
     check_new_file,
     examples,
 )
@@ -42,9 +39,9 @@ app = typer.Typer(
         "kvpolicy layers measure --model ./m --text book.txt --output m.json",
     ),
 )
+@with_groups
 def measure(
     output: Annotated[Path, typer.Option(metavar="FILE", help="New .json file for the table.")],
-    model: Model = DEFAULT_MODEL,
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A text to measure on, as a whole.")
     ] = None,
@@ -57,9 +54,8 @@ def measure(
     max_tokens: Annotated[
         int, typer.Option(min=2, help="Tokens to read of each text or prompt.")
     ] = 16_384,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    of_model: ModelOptions,
     json: Json = False,
 ) -> None:
     """Measure the sensitivity of each layer: 1 minus a cosine of keys.
@@ -73,7 +69,6 @@ def measure(
     if (text is None) == (task is None):
         msg = "give either --text FILE or --task NAME, what to measure on"
         raise KVPolicyError(msg)
-    from kvpolicy.model.loading import load_model
     from kvpolicy.toolkit import LayerTable, save_layer_table
     from kvpolicy_plugins.layer_sensitivity.measure import (
         TextSensitivity,
@@ -81,9 +76,7 @@ def measure(
         sensitivities,
     )
 
-    loaded, tokenizer = load_model(
-        model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-    )
+    loaded, tokenizer = of_model.load()
     found = _read(text, tokenizer) if text else _draw(str(task), n, seed, tokenizer)
     texts = [ids[:max_tokens] for ids in found]
     if max(map(len, texts)) <= block:
@@ -107,7 +100,7 @@ def measure(
         source = {"task": task, "seed": seed}
     table = LayerTable(
         "sensitivity",
-        model,
+        of_model.model,
         tuple(sensitivities(measured)),
         {
             "block": block,

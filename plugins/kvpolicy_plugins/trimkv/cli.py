@@ -21,13 +21,10 @@ from filelock import FileLock, Timeout
 
 import kvpolicy
 from kvpolicy.cli.failures import Interrupted
+from kvpolicy.cli.option_groups import with_groups
 from kvpolicy.cli.options import (
-    DEFAULT_MODEL,
-    Device,
-    Dtype,
     Json,
-    Model,
-    TrustRemoteCode,
+    ModelOptions,
     check_new_file,
     examples,
 )
@@ -66,11 +63,13 @@ def _option(panel: str, help_text: str, **more: Any) -> Any:
         "kvpolicy trimkv train --model ./m --texts t.jsonl --output m.safetensors",
     ),
 )
+@with_groups
 def train(
     output: Annotated[
         Path, typer.Option(metavar="FILE", help="New .safetensors file for the gates.")
     ],
-    model: Model = DEFAULT_MODEL,
+    *,
+    of_model: ModelOptions,
     task: Annotated[
         str | None,
         _option(TEXTS, "Task whose train split has reference texts.", metavar="NAME"),
@@ -110,9 +109,6 @@ def train(
     restart: Annotated[
         bool, typer.Option("--restart", help="Start over, even if there is a checkpoint.")
     ] = False,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:
     """Train gates for a model, which itself is not changed.
@@ -144,16 +140,13 @@ def train(
         },
     )
     from kvpolicy.lab.models import fingerprint
-    from kvpolicy.model.loading import load_model
 
     source = _Source(task, texts, n, seed)
-    loaded, tokenizer = load_model(
-        model, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-    )
+    loaded, tokenizer = of_model.load()
     written = source.read(tokenizer)
     token_ids = [_tokens(text, tokenizer, source.name) for text in written]
     origin = {
-        "model": model,
+        "model": of_model.model,
         "fingerprint": fingerprint(loaded),
         "texts": source.name,
         "num_texts": len(token_ids),
