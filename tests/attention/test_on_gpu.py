@@ -29,9 +29,14 @@ def positions_and_tokens(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the same kernels run on both sides on a GPU")
-@pytest.mark.parametrize("name", ["rkv", "h2o"])
-def test_engine_keeps_the_same_rows_with_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = positions_and_tokens(name)
+@pytest.mark.parametrize(
+    ("name", "options"), [("rkv", {}), ("h2o", {}), ("h2o", {"prefill_buffer": 12})]
+)
+def test_engine_keeps_the_same_rows_with_triton(
+    name: str, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts, too, that enter in more rows than a slot has room for."""
+    expected = positions_and_tokens(name, **options)
     calls = []
 
     def counted(module: Any, function: str) -> None:
@@ -45,9 +50,11 @@ def test_engine_keeps_the_same_rows_with_triton(name: str, monkeypatch: pytest.M
 
     counted(TritonBackend, "compact")
     counted(triton_redundancy, "key_redundancy")
-    monkeypatch.setattr("kvpolicy.cache.layouts.even.backend_for", lambda *_: TritonBackend)
+    for layout in ("even", "staged") if options else ("even",):
+        user = f"kvpolicy.cache.layouts.{layout}.backend_for"
+        monkeypatch.setattr(user, lambda *_: TritonBackend)
     monkeypatch.setattr("kvpolicy.toolkit.redundancy.runs_in_triton", lambda _: True)
-    assert positions_and_tokens(name) == expected
+    assert positions_and_tokens(name, **options) == expected
     assert set(calls) == {"compact", "key_redundancy"} if name == "rkv" else {"compact"}
 
 

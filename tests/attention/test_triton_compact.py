@@ -85,6 +85,34 @@ def test_rows_before_those_of_an_entry_stay(kind, num, most_before, seed) -> Non
     assert torch.equal(slab.cpu(), wanted)
 
 
+@given(KINDS, st.integers(1, 90), st.integers(1, 90), seeds, st.data())
+def test_rows_beside_a_slab_are_moved_into_it(kind, capacity, more, seed, data) -> None:
+    """Those of a staging area, which stays as it is; slots and lanes are in any order."""
+    dtype, dim = kind
+    rng = torch.Generator().manual_seed(seed)
+    heads, held = 2, capacity + data.draw(st.integers(1, more))
+    slab, beside = (
+        a_slab(rng, (4, heads, rows) if dim is None else (4, heads, rows, dim), dtype)
+        for rows in (capacity, more)
+    )
+    slots, lanes = (torch.randperm(4, generator=rng)[:3] for _ in range(2))
+    num_kept = data.draw(st.integers(1, capacity))
+    keep = torch.rand(3, heads, held, generator=rng).topk(num_kept).indices.sort().values
+    wanted = slab.clone()
+    for b, (slot, lane) in enumerate(zip(slots.tolist(), lanes.tolist(), strict=True)):
+        for head in range(heads):
+            rows = [*slab[slot, head], *beside[lane, head]]
+            for row in range(capacity):
+                into = rows[int(keep[b, head, row])] if row < num_kept else 0
+                wanted[slot, head, row] = into
+    slab, area = slab.to(DEVICE), beside.to(DEVICE)
+    counts = torch.full((3, heads), num_kept), torch.full((3, heads), held)
+    arguments = [one.to(DEVICE) for one in (keep, slots, *counts)]
+    compact(slab, *arguments, beside=area, lanes=lanes.to(DEVICE))
+    assert torch.equal(slab.cpu(), wanted)
+    assert torch.equal(area.cpu(), beside)
+
+
 @given(KINDS, st.integers(1, 200), seeds)
 def test_full_slabs_of_live_slots_drop_their_first_row(kind, capacity, seed) -> None:
     dtype, dim = kind

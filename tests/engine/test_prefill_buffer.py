@@ -397,9 +397,11 @@ def test_a_prompt_goes_on_from_a_snapshot_in_its_middle(num_steps: int) -> None:
         assert torch.equal(ours.positions, theirs.positions)
 
 
-def test_what_ends_in_the_middle_of_its_prompt_makes_room_for_others() -> None:
+@pytest.mark.parametrize("name", ["streaming", "mixed"])
+def test_what_ends_in_the_middle_of_its_prompt_makes_room_for_others(name: str) -> None:
+    """Nothing of what its rows have received is left in the lane."""
     first, second = requests(random_prompts(60, 61))
-    engine = Engine(llama(), plan=PLANS["streaming"], slots=2, chunk=9, max_tokens_per_forward=9)
+    engine = Engine(llama(), plan=PLANS[name], slots=2, chunk=9, max_tokens_per_forward=9)
     (whole,) = engine.generate([second]).results()
     run = engine.open_run(max_len=500)
     numbers = [run.submit(first), run.submit(second)]

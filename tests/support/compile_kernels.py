@@ -84,10 +84,11 @@ HEADS = {"QUERY_HEADS": 32, "KEY_HEADS": 8, "DIM": 128, "HALF_BLOCK": 64}
 # Types of what a kernel is given, by the names of its arguments. All other names are strides.
 TYPES = {
     "*bf16": "query key value keys values exact_keys exact_values window out sinks slab "
-    "logits states added weight total cos sin query_weight key_weight query_out key_out gate up",
+    "logits states added weight total cos sin query_weight key_weight query_out key_out gate up "
+    "beside",
     "*fp32": "sums squares squares_logit squares_logit2 chunk_top chunk_total chunk_output "
     "inverse_norms unit_sums similarity totals",
-    "*i64": "positions rows seq_len keep slots start num_kept num_rows bounds",
+    "*i64": "positions rows seq_len keep slots start lanes num_kept num_rows bounds",
     "*i32": "exempt",
     "*u8": "live",
     "fp32": "scaling factor threshold eps",
@@ -151,8 +152,15 @@ KERNELS = {
         triton_append._append,
         {**APPEND, **PLAIN_ROWS, "SLIDES": False, "RAGGED": True},
     ),
-    "compact": (triton_compact._compact, {**COMPACT, "STARTS": False}),
-    "compact behind prompts": (triton_compact._compact, {**COMPACT, "STARTS": True}),
+    "compact": (triton_compact._compact, {**COMPACT, "STARTS": False, "BESIDE": False}),
+    "compact behind prompts": (
+        triton_compact._compact,
+        {**COMPACT, "STARTS": True, "BESIDE": False},
+    ),
+    "compact from a staging area": (
+        triton_compact._compact,
+        {**COMPACT, "STARTS": False, "BESIDE": True},
+    ),
     "drop oldest": (triton_compact._drop_oldest, {**MOVE, "CAPACITY": 1152}),
     "units": (triton_redundancy._units, {**RKV, "EPSILON": 1e-8}),
     "exempt pairs": (triton_redundancy._exempt_pairs, {**RKV, "FIRST": False}),

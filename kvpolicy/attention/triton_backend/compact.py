@@ -3,7 +3,8 @@
 One program moves a block of columns of one KV head, block of rows after block of rows, so that no
 program reads what another writes. Within a program a row moves to the front only: what a later
 block reads lies behind everything that has been written. Between the reads and the writes of one
-block all threads wait for each other.
+block all threads wait for each other. Rows of a prompt may lie beside their slab, in a staging area
+that nothing is written to.
 
 Slots are counted over everything that the first axis holds: the slabs of several layers, viewed as
 ``[layers * slots, H_kv, R, ...]``, are compacted by one call.
@@ -38,10 +39,17 @@ def _compact(
     num_kept,
     num_rows,
     start,
+    beside,
+    lanes,
+    capacity,
     slot_stride,
     head_stride,
     row_stride,
+    beside_slot,
+    beside_head,
+    beside_row,
     STARTS: tl.constexpr,
+    BESIDE: tl.constexpr,
     FILL: tl.constexpr,
     HEADS: tl.constexpr,
     MOST_KEPT: tl.constexpr,
@@ -59,14 +67,28 @@ def _compact(
         before = 0
         if STARTS:
             before = tl.load(start + index).to(tl.int32)
+        lane = slot
+        if BESIDE:
+            lane = tl.load(lanes + index)
         for first in range(0, kept, BLOCK):
             target = first + tl.arange(0, BLOCK)
             source = tl.load(keep + entry * MOST_KEPT + target, mask=target < kept, other=0)
             mask = (target < kept)[:, None] & (columns < DIM)[None, :]
+            if BESIDE:
+                row = before + source - capacity
+                at = row_start(lane, head, row, beside_slot, beside_head, beside_row)
+                is_beside = mask & (row >= 0)[:, None]
+                moved = tl.load(beside + at[:, None] + columns[None, :], mask=is_beside)
+                at = row_start(slot, head, before + target, slot_stride, head_stride, row_stride)
+                mask &= (row < 0)[:, None]
             _move(
                 slab, slot, head, before + source, before + target, columns, mask,
                 slot_stride, head_stride, row_stride,
             )  # fmt: skip
+            if BESIDE:  # rows of a head rise: none of the slab is read once these are written
+                tl.store(slab + at[:, None] + columns[None, :], moved, mask=is_beside)
+        if BESIDE:
+            held = tl.minimum(held, capacity - before)
         for first in range(kept, held, BLOCK):
             row = first + tl.arange(0, BLOCK)
             mask = (row < held)[:, None] & (columns < DIM)[None, :]
@@ -84,6 +106,8 @@ def compact(
     fill: int = 0,
     *,
     start: Tensor | None = None,
+    beside: Tensor | None = None,
+    lanes: Tensor | None = None,
 ) -> None:
     """Make the kept rows the first ones of their slots and empty the rows behind them, in place.
 
@@ -97,8 +121,12 @@ def compact(
         num_rows: Rows held before, ``[B, H_kv]``.
         fill: Value of empty rows.
         start: Rows before all of these that stay where they are, ``[B]``; ``None``: none.
+        beside: Where the rows behind those of a slab lie, ``[N, H_kv, M]`` or ``[N, H_kv, M, D]``;
+            it is left as it is. ``None``: there are none.
+        lanes: Entry of the first axis of ``beside`` for each row of ``keep``, ``[B]``.
     """
     slab = _in_words(slab)
+    area = slab if beside is None else _in_words(beside)
     keep, num_kept, num_rows = (each.contiguous() for each in (keep, num_kept, num_rows))
     dim = slab.shape[3] if slab.dim() == 4 else 1
     columns = min(_COLUMNS, power_of_2(dim))
@@ -109,8 +137,13 @@ def compact(
         num_kept,
         num_rows,
         slots if start is None else start,
+        area,
+        slots if lanes is None else lanes,
+        slab.shape[2],
         *row_strides(slab),
+        *row_strides(area),
         STARTS=start is not None,
+        BESIDE=beside is not None,
         FILL=fill,
         HEADS=slab.shape[1],
         MOST_KEPT=keep.shape[2],

@@ -182,6 +182,14 @@ def causal(
     return Visible(tokens.lengths, after, tokens.width, device, reach, ahead=tokens.ahead)
 
 
+def add_to(track: Tensor, held: tuple[slice | Tensor, slice, slice], received: Tensor) -> None:
+    """Add to the numbers of some rows of a track; ``held`` names no entry twice."""
+    if isinstance(held[0], slice):
+        track[held].add_(received)  # in one kernel: `+=` would write the sums once more
+    else:
+        track[held] += received
+
+
 class OpenEven(OpenSlabs):
     """New rows in the first free places of the slabs; what is read is a view if it can be."""
 
@@ -209,4 +217,4 @@ class OpenEven(OpenSlabs):
 
     def add(self, track: Tensor, received: Tensor) -> None:
         """Add to the first numbers of a track."""
-        track[self._held] += received
+        add_to(track, self._held, received)

@@ -47,8 +47,11 @@ class Block(Places):
     def put(self, slab: Tensor, new: Tensor | int) -> None:
         """Write tokens that come in columns, or a number."""
         if self.rows.start < self.rows.stop:
-            rows = new if isinstance(new, int) else new[:, :, self.columns]
-            slab[self.entries, :, self.rows] = rows
+            place = slab[self.entries, :, self.rows]
+            if isinstance(new, int):
+                place.fill_(new)  # in one kernel
+            else:
+                place.copy_(new[:, :, self.columns])
 
     def put_each(self, slab: Tensor, new: Tensor) -> None:
         """Write tokens that come one by one."""

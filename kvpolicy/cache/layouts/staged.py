@@ -8,18 +8,21 @@ those of the slab again. As many sequences with such prompts are admitted as the
 lane is there when it is needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvpolicy.attention.base import Compact
+from kvpolicy.attention.choose import backend_for
 from kvpolicy.attention.visible import Visible
 from kvpolicy.cache.arena import Arena, SlabArena, index_on
 from kvpolicy.cache.contents import LayerContents
 from kvpolicy.cache.counts import Counts
 from kvpolicy.cache.layouts.base import (
+    ALL,
     Around,
     LayerCache,
     Layout,
@@ -27,12 +30,15 @@ from kvpolicy.cache.layouts.base import (
     OpenSlabs,
     RowLayout,
 )
-from kvpolicy.cache.layouts.even import EvenSpan, causal
+from kvpolicy.cache.layouts.even import EvenSpan, add_to, causal
 from kvpolicy.cache.layouts.places import Places, new_places
 from kvpolicy.cache.layouts.span import Columns, Entries, Kept, Span, row_index, taken
 from kvpolicy.cache.layouts.tokens import NewTokens
 from kvpolicy.cache.shape import LayerShape, Slab
 from kvpolicy.devices import upload
+
+# Makes the kept rows of a slab the first of their entries; see `kvpolicy.cache.layouts.even`.
+_Move = Callable[[Tensor, int | None], int]
 
 
 class StagedArena(SlabArena):
@@ -125,6 +131,7 @@ class Staged(Around):
         areas = [area for layer in layers if (area := layer.slab.staging) is not None]
         self._lane_rows = np.array([area.rows for area in areas])[:, None]
         self._num_lanes = areas[0].num_prompts
+        self._arenas = list({id(layer.arena): _staged(layer).arena for layer in layers}.values())
 
     # Counts
 
@@ -248,6 +255,13 @@ class Staged(Around):
         for slot in needing:
             if not lane[slot]:
                 lane[slot] = free.pop(0)
+                self._empty(int(lane[slot]) - 1)
+
+    def _empty(self, lane: int) -> None:
+        """Empty the tracks of a lane: who had it may have left without a compaction."""
+        for arena in self._arenas:
+            for track in arena.staging.tracks.values():
+                arena.staging.of_slot(track, lane).zero_()
 
     def _lanes(self, slots: Sequence[int] | np.ndarray) -> np.ndarray:
         """The lanes of slots, ``[B]``; those of slots without one are of no meaning."""
@@ -356,14 +370,46 @@ class StagedSpan(Span):
         """Make the chosen rows the first of the slabs; ``keep`` is ``[B, H_kv, K]``."""
         assert isinstance(arena, StagedArena), "it has these rows"
         # An index that is wrong, which may be known only later, must not reach other slots.
-        within, num_kept = keep.clamp(0, self.num_rows - 1) + self._first, keep.shape[2]
-        is_beside, capacity = within >= self._capacity, self._capacity
-        in_slabs = row_index(self.entries.places, within.clamp(max=capacity - 1), arena.positions)
+        within = keep.clamp(0, self.num_rows - 1)
+        compact = backend_for(keep.device, arena.shape.dtype).compact
+        move = self._by_copy(within) if compact is None else self._in_place(within, compact)
+        store, index, most = arena.store, self.entries.index, 0
+        for stored, replacement in ((store.keys, keys), (store.values, values)):
+            if replacement is None:
+                most = max(most, move(stored.slab, None))
+            else:
+                rows = stored.encode(replacement)
+                stored.slab[index, :, : keep.shape[2]] = rows
+                most = max(most, rows.nbytes)
+        most = max(most, move(arena.positions, -1))
+        for track in arena.tracks.values():
+            most = max(most, move(track, 0))
+            _empty(arena.beside(track), self._beside.lanes)
+        return Kept(keep.shape[2], most)
+
+    def _in_place(self, keep: Tensor, compact: Compact) -> _Move:
+        """Moves rows within their slab, and from their lane."""
+        places, lanes = self.entries.places, upload(self._lanes, keep.device)
+        num_kept = keep.new_full(keep.shape[:2], keep.shape[2])
+        num_rows = torch.full_like(num_kept, self.num_rows)
+
+        def move(slab: Tensor, empty: int | None) -> int:
+            area = self._arena.beside(slab)
+            compact(slab, keep, places, num_kept, num_rows, empty or 0, beside=area, lanes=lanes)
+            return 0
+
+        return move
+
+    def _by_copy(self, keep: Tensor) -> _Move:
+        """Moves rows by way of a copy."""
+        arena, capacity, num_kept = self._arena, self._capacity, keep.shape[2]
+        is_beside = keep >= capacity
+        in_slabs = row_index(self.entries.places, keep.clamp(max=capacity - 1), arena.positions)
         lanes, area = upload(self._lanes, keep.device), arena.staging.positions
-        in_lanes = row_index(lanes, (within - capacity).clamp(min=0), area)
-        index, store, most = self.entries.index, arena.store, 0
+        in_lanes = row_index(lanes, (keep - capacity).clamp(min=0), area)
+        index = self.entries.index
         # As many entries at a time as take no more than the copies of a forward of all lanes.
-        row_bytes = sum(slab[0, :, :1].nbytes for slab in store.slabs)
+        row_bytes = sum(slab[0, :, :1].nbytes for slab in arena.store.slabs)
         largest = arena.staging.num_slots * self.num_rows * row_bytes
 
         def put(slab: Tensor, rows: Tensor, piece: slice) -> None:
@@ -372,7 +418,7 @@ class StagedSpan(Span):
             else:
                 slab[index[piece], :, :num_kept] = rows
 
-        def move(slab: Tensor) -> int:
+        def move(slab: Tensor, empty: int | None) -> int:
             area, most = arena.beside(slab), 0
             num = max(largest // max(2 * num_kept * slab[0, :, :1].nbytes, 1), 1)
             for start in range(0, len(keep), num):
@@ -381,19 +427,19 @@ class StagedSpan(Span):
                 chosen = is_beside[piece].view(*rows.shape[:3], *[1] * (rows.dim() - 3))
                 put(slab, torch.where(chosen, others, rows, out=rows), piece)
                 most = max(most, rows.nbytes + others.nbytes)
+            if empty is not None:
+                slab[index, :, num_kept:] = empty
             return most
 
-        for stored, replacement in ((store.keys, keys), (store.values, values)):
-            if replacement is None:
-                most = max(most, move(stored.slab))
-            else:
-                rows = stored.encode(replacement)
-                put(stored.slab, rows, slice(None))
-                most = max(most, rows.nbytes)
-        for slab, empty in ((arena.positions, -1), *((one, 0) for one in arena.tracks.values())):
-            most = max(most, move(slab))
-            slab[index, :, num_kept:] = empty
-        return Kept(num_kept, most)
+        return move
+
+
+def _empty(areas: Tensor, lanes: slice | Tensor) -> None:
+    """Empty lanes of tracks: new rows have the number 0."""
+    if isinstance(lanes, slice):
+        areas[lanes].zero_()
+    else:
+        areas.index_fill_(0, lanes, 0)
 
 
 class OpenStaged(OpenSlabs):
@@ -418,8 +464,6 @@ class OpenStaged(OpenSlabs):
 
     def store(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new rows behind those held; returns copies."""
-        for track in self.layer.tracks.values():  # a lane has those of the rows before
-            self._where.in_lanes.put(self.layer.beside(track), 0)
         rows = super().store(keys, values)
         self._counts.note_copy(sum(one.nbytes for one in rows))
         return rows
@@ -446,10 +490,10 @@ class OpenStaged(OpenSlabs):
     def add(self, track: Tensor, received: Tensor) -> None:
         """Add to the numbers of a track in slabs and lanes."""
         capacity, where = self.layer.slab.capacity, self._where
-        track[self._served] += received[:, :, :capacity]
+        add_to(track, (self._served, ALL, ALL), received[:, :, :capacity])
         places = slice(received.shape[2] - capacity)
         area = self.layer.beside(track)
-        area[where.lanes, :, places] += received[where.entries, :, capacity:]
+        add_to(area, (where.lanes, ALL, places), received[where.entries, :, capacity:])
 
     def _joined(self, slab: Tensor, empty: int) -> Tensor:
         return self._where.beside.joined(slab[self._served], self.layer.beside(slab), empty)
