@@ -95,7 +95,9 @@ class Runner:
             return f"{path}, without graphs: {problem}"
         if not_fused is not None:
             return f"{path}, in graphs, not fused: {not_fused}"
-        return f"{path}, fused, in graphs" if self.graphs.fused else f"{path}, in graphs"
+        path = f"{path}, fused, in graphs" if self.graphs.fused else f"{path}, in graphs"
+        of_prompts = self._adapter.prompts_problem
+        return path if of_prompts is None else f"{path}, prompts not fused: {of_prompts}"
 
     @property
     def _way(self) -> StaticForward:
@@ -151,11 +153,19 @@ class Runner:
             step.steer,
             step.wants_states,
             wants_logits=step.wants_logits,
+            fuses=self._fuses(step),
             annotating=step.annotating,
             embedded=step.embedded,
         )
         logits, states = self._adapter.forward(given)
         return Output(logits, states, given.logits, layout)
+
+    def _fuses(self, step: Step) -> bool:
+        """Whether an eager forward may run fused, as static steps do that are replayed."""
+        if self.static is None or self.graphs is None or self.graphs.problem is not None:
+            return False
+        asked = (step.steer, step.annotating, step.embedded)
+        return all(one is None for one in asked) and not step.wants_logits
 
     def begin_static(self, step: Step, static: StaticStep) -> ForwardInput:
         """Have the static step take over what a step is about; the input of its forwards."""

@@ -37,6 +37,7 @@ from kvpolicy.model.decoder import attention_module, decoder_layers, decoder_of,
 from kvpolicy.model.embedded import Embedder, embed_chunks, image_ids
 from kvpolicy.model.fingerprint import ModelFingerprint
 from kvpolicy.model.forward_input import Annotating, ForwardInput, under_way
+from kvpolicy.model.fused_prompts import FusedPrompts
 from kvpolicy.model.latent import (
     LATENT_ATTENTION,
     latent_attention,
@@ -86,6 +87,7 @@ class ModelAdapter:
     rotates_by_length: bool = False
     _sources: Sequence[int | None]  # see `row_sources`
     _softmax: Sequence[Softmax] = ()  # of each layer, once a forward has shown it
+    _prompts: FusedPrompts | None = None  # once a forward may run so
     _one_by_one: bool = False  # see `KVCache.one_by_one`, once a forward has shown it
 
     def __init__(
@@ -375,13 +377,13 @@ class ModelAdapter:
             logits, given.states = self._run_static(twin, step, given)
             return logits, given.states
         try:
-            output = self._run_eagerly(twin, step, given)
+            logits = self._run_eagerly(twin, step, given)
         except BaseException:
             step.discard()
             raise
         if given.wants_logits:
-            given.logits = output.logits
-        return output.logits[:, -1], given.states
+            given.logits = logits
+        return logits[:, -1], given.states
 
     def _run_eagerly(
         self,
@@ -390,8 +392,8 @@ class ModelAdapter:
         given: ForwardInput,
         *,
         gives_positions: bool = True,
-    ) -> Any:
-        """What the model gives for the new tokens of a step, whose rows it has stored."""
+    ) -> Tensor:
+        """The logits of the new tokens of a step, whose rows are stored, ``[B, 1 or L, V]``."""
         positions, tokens = None, given.token_ids
         on_host = tokens.device.type == "cpu"
         tokens = upload(tokens.numpy(), self.device) if on_host else tokens.to(self.device)
@@ -399,14 +401,17 @@ class ModelAdapter:
             offset = step.cache.rope_offset[step.tokens.slots]
             positions = upload(step.position_ids + offset[:, None], self.device)
         with torch.inference_mode(), under_way(given):
-            output = self._called(twin)(
-                input_ids=tokens,
-                position_ids=positions,
-                use_cache=True,
-                logits_to_keep=0 if given.wants_logits else self._newest_only(step.width),
-                kvpolicy_forward=given,
-                **cache_argument(StepCache(step, given, self.model)),
-            )
+            found = self._run_fused(twin, given, tokens, positions) if given.fuses else None
+            if found is None:
+                output = self._called(twin)(
+                    input_ids=tokens,
+                    position_ids=positions,
+                    use_cache=True,
+                    logits_to_keep=0 if given.wants_logits else self._newest_only(step.width),
+                    kvpolicy_forward=given,
+                    **cache_argument(StepCache(step, given, self.model)),
+                )
+                found = getattr(output, "logits", None)
         wanted = {index: source for index, source in enumerate(self._sources) if source is not None}
         expected = len(wanted)
         done = sum(
@@ -424,10 +429,33 @@ class ModelAdapter:
             if (problem := states.problem) is not None:
                 msg = f"model {type(self.model).__name__} cannot be run: it {problem}"
                 raise ModelError(msg)
-        if getattr(output, "logits", None) is None or output.logits.dim() != 3:
+        if found is None or found.dim() != 3:
             msg = f"model {type(self.model).__name__} cannot be run: it gives no logits of tokens"
             raise ModelError(msg)
-        return output
+        return found
+
+    def _run_fused(
+        self, twin: PreTrainedModel, given: ForwardInput, tokens: Tensor, positions: Tensor | None
+    ) -> Tensor | None:
+        """Logits of a forward that is run from a recording; ``None``: it is not."""
+        assert positions is not None, "only a trial leaves them out"
+        if self._prompts is None:
+            self._prompts = FusedPrompts(self._small_cache, self._any_token)
+        found = self._prompts.run(self._called(twin), given, tokens, positions)
+        if found is None:
+            return None
+        logits, given.states = found
+        return logits
+
+    def _small_cache(self, num_slots: int, num_rows: int) -> KVCache:
+        """A cache of slots that keep so many rows."""
+        shapes = self.layer_shapes()
+        return KVCache(shapes, [Slab(num_rows)] * len(shapes), num_slots)
+
+    @property
+    def prompts_problem(self) -> str | None:
+        """Why no groups of operators of prompts are one each; ``None``: they may be."""
+        return None if self._prompts is None else self._prompts.problem
 
     def _newest_only(self, width: int) -> int | Tensor:
         """The columns of which logits are wanted, as models take them: the last of so many.
@@ -523,9 +551,9 @@ class ModelAdapter:
         for gives_positions in (True, False):
             step = EagerStep(cache, [0], [_CHECKED_TOKENS])
             given, twin = ForwardInput(tokens, step), self._twin.current()
-            output = self._run_eagerly(twin, step, given, gives_positions=gives_positions)
+            found = self._run_eagerly(twin, step, given, gives_positions=gives_positions)
             step.discard()
-            logits.append(output.logits[0, -1])
+            logits.append(found[0, -1])
         if not _are_close(*logits):
             msg = (
                 f"model {type(self.model).__name__} cannot be run: its generate gives it no "

@@ -19,7 +19,16 @@ from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import ModelError
 from kvpolicy.model.annotating import annotate_static_rows
 from kvpolicy.model.config import hiding_window
-from kvpolicy.model.forward_input import ForwardInput
+from kvpolicy.model.forward_input import ForwardInput, forward_under_way
+
+_LIBRARY = torch.library.Library("kvpolicy", "FRAGMENT")
+_LIBRARY.define(
+    "attend(Tensor query, Tensor key, Tensor value, int layer_idx, float scaling, float? softcap, "
+    "Tensor? sinks) -> Tensor"
+)
+
+# A layer of an eager forward in a recording, see `store_and_attend`.
+ATTEND = torch.ops.kvpolicy.attend.default
 
 
 def attend(
@@ -71,6 +80,40 @@ def attend(
     for name, received in accumulated.items():
         opened.receive(name, received)
     return output
+
+
+def store_and_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer_idx: int,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Store the new rows of a layer in the eager forward under way, and attend.
+
+    Args:
+        query: ``[B, H_q, L, D]`` after RoPE.
+        key: ``[B, H_kv, L, D]`` after RoPE.
+        value: Likewise.
+        layer_idx: Decoder layer, counted from 0.
+        scaling: Factor on the logits.
+        softcap: See `Softmax`.
+        sinks: Likewise.
+
+    Returns:
+        ``[B, L, H_q, D]``.
+    """
+    step = forward_under_way().step
+    assert isinstance(step, EagerStep), "static steps have an operator of their own"
+    keys, values = step.store(layer_idx, key, value)
+    softmax = PLAIN if softcap is None and sinks is None else Softmax(softcap, sinks)
+    output = attend(step, layer_idx, query, keys, values, scaling, softmax)
+    return output.transpose(1, 2).contiguous()
+
+
+_LIBRARY.impl("attend", store_and_attend, "CompositeExplicitAutograd")
 
 
 def _as_policies_read(queries: Tensor, scaling: float) -> Tensor:
@@ -146,6 +189,8 @@ def attention_function(
         assert kvpolicy_forward is not None
         if kvpolicy_forward.annotating is not None:
             annotate_static_rows(kvpolicy_forward, layer_idx, key, value)
+    elif kvpolicy_forward is not None and kvpolicy_forward.in_graph:
+        return ATTEND(query, key, value, layer_idx, scaling, softcap, sinks), None
     else:
         softmax = PLAIN if softcap is None and sinks is None else Softmax(softcap, sinks)
         output = attend(step, layer_idx, query, key, value, scaling, softmax)

@@ -47,6 +47,9 @@ class ForwardInput:
         step: Where their rows go. A `StaticStep` has the new tokens itself.
         steer: Changes the states entering the layers named in `ModelAdapter.add_hooks`.
         wants_states: Whether the last hidden states are wanted.
+        fuses: Whether operators of an eager forward may be those of a recording, whose groups are
+            one each: nothing of it but attention is asked for.
+        in_graph: Whether attention of an eager forward stores the new rows itself, as one operator.
         run: Runs a static step.
         draws: Whether a static step draws the next tokens and counts the new rows.
         wants_logits: Whether the logits after all new tokens are wanted.
@@ -64,6 +67,8 @@ class ForwardInput:
     step: EagerStep | StaticStep
     steer: Steer | None = None
     wants_states: bool = False
+    fuses: bool = False
+    in_graph: bool = False
     run: StaticForward = static_forward
     draws: bool = False
     wants_logits: bool = False

@@ -19,6 +19,7 @@ from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.errors import KVPolicyError, error_summary
 from kvpolicy.model.fused.rewrite import Counts
 from kvpolicy.model.fused.step import Output, fused
+from kvpolicy.model.seen import runs_python
 from kvpolicy.model.static_forward import Compiled, StaticForward, module_of
 
 # Libraries allocate and choose kernels in the first runs.
@@ -167,7 +168,7 @@ class GraphRunner:
                 for tensors in (part._parameters, part._buffers)
                 if tensors
             ]
-            if any(map(_runs_python, module.modules())):
+            if any(map(runs_python, module.modules())):
                 self.problem = "modules of the model have hooks, which a graph would leave out"
         addresses = [
             *step.addresses,
@@ -182,15 +183,3 @@ class GraphRunner:
             self._addresses = addresses
             self._graphs.clear()
             self._memory = []
-
-
-def _runs_python(module: nn.Module) -> bool:
-    """Whether hooks of users or of accelerate run when a module is called."""
-    hooks = (module._forward_pre_hooks, module._forward_hooks)
-    return any(not _is_ours(hook) for table in hooks for hook in table.values()) or hasattr(
-        module, "_hf_hook"
-    )
-
-
-def _is_ours(hook: Any) -> bool:
-    return getattr(hook, "__module__", "").startswith("kvpolicy.")

@@ -13,24 +13,19 @@ looked at, as are the addresses of its weights and of the cache.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from operator import is_
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules import module as all_modules
 
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.model.fused.record import NotRecordableError, record
 from kvpolicy.model.fused.step import Output, fused
+from kvpolicy.model.seen import Seen
 from kvpolicy.model.static_forward import module_of, static_forward
 
 # Recording takes as long as some tens of steps.
 STEPS_BEFORE = 64
-
-_TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
-_GLOBAL_TABLES = (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks)
 
 
 class RecordedSteps:
@@ -51,14 +46,15 @@ class RecordedSteps:
         self.waits = STEPS_BEFORE
         self._programs: dict[tuple[object, ...], Callable[[], Output]] = {}
         self._num_steps: Counter[tuple[object, ...]] = Counter()
-        self._seen: _Seen | None = None
+        self._seen: Seen | None = None
 
     def __call__(self, call: Callable[..., Any], given: Any) -> Output:
         """As `static_forward`."""
         if self.problem is not None:
             return static_forward(call, given)
         step: StaticStep = given.step
-        if self._programs and not (self._seen and self._seen.holds(module_of(call), step)):
+        seen = self._seen
+        if self._programs and not (seen and seen.holds(module_of(call), step.addresses)):
             self.forget()
         kind = (step.width, given.draws, given.wants_states, *step.drawn_by)
         program = self._programs.get(kind)
@@ -88,7 +84,7 @@ class RecordedSteps:
         if program is None:
             return False
         if self._seen is None:
-            self._seen = _Seen(module_of(call), step)
+            self._seen = Seen(module_of(call), step.addresses)
         self._programs[kind] = program
         return True
 
@@ -110,32 +106,3 @@ class RecordedSteps:
             self.problem = "other numbers would be computed"
             return None
         return program
-
-
-class _Seen:
-    """A model and a cache as they were."""
-
-    def __init__(self, module: nn.Module, step: StaticStep) -> None:
-        tables: list[Mapping[Any, Any]] = [*_GLOBAL_TABLES]
-        for part in module.modules():
-            tables += [vars(part), *(vars(part)[name] for name in _TABLES)]
-        self._module = module
-        self._tables = [(live, list(live.values())) for live in tables]
-        self._weights = [*module.parameters(), *module.buffers()]
-        self._addresses = self._addresses_of(step)
-        self._autocasts = torch.is_autocast_enabled("cpu")
-
-    def holds(self, module: nn.Module, step: StaticStep) -> bool:
-        """Whether nothing has changed that decides what a step computes, and where."""
-        return (
-            module is self._module
-            and all(
-                len(live) == len(values) and all(map(is_, live.values(), values))
-                for live, values in self._tables
-            )
-            and self._addresses == self._addresses_of(step)
-            and self._autocasts == torch.is_autocast_enabled("cpu")
-        )
-
-    def _addresses_of(self, step: StaticStep) -> list[int]:
-        return [*step.addresses, *map(torch.Tensor.data_ptr, self._weights)]

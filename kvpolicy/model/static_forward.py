@@ -28,7 +28,7 @@ _MOST_GRAPHS = 256
 
 
 class NewRows(Cache):
-    """The cache of a static step: attention itself stores the new rows."""
+    """The cache of a forward in a graph: attention itself stores the new rows."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -61,18 +61,35 @@ def static_forward(call: Callable[..., Any], given: Any) -> tuple[Tensor, Tensor
         Logits, ``[W, V]``, and, if wanted, hidden states after the final norm, ``[W, 1, M]``.
     """
     step: StaticStep = given.step
-    output = call(
-        input_ids=step.token_ids[: step.width, None],
-        position_ids=step.position_ids,
+    output = storing_forward(call, given, step.token_ids[: step.width, None], step.position_ids)
+    logits = output.logits[:, -1]
+    if given.draws:
+        step.finish(logits, given.states)
+    return logits, given.states
+
+
+def storing_forward(
+    call: Callable[..., Any], given: Any, token_ids: Tensor, position_ids: Tensor
+) -> Any:
+    """Run the model over new tokens whose rows attention stores, as it does in a graph.
+
+    Args:
+        call: The twin of the model, or its ``forward``.
+        given: A `ForwardInput`, for attention and hooks.
+        token_ids: ``[B, L]``.
+        position_ids: Likewise.
+
+    Returns:
+        What the model gives; logits are those after the newest tokens.
+    """
+    return call(
+        input_ids=token_ids,
+        position_ids=position_ids,
         use_cache=True,
         logits_to_keep=1,
         kvpolicy_forward=given,
         **_NEW_ROWS,
     )
-    logits = output.logits[:, -1]
-    if given.draws:
-        step.finish(logits, given.states)
-    return logits, given.states
 
 
 def module_of(call: Callable[..., Any]) -> nn.Module:

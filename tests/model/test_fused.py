@@ -9,7 +9,7 @@ from weakref import ref
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, family_model
+from families import FAMILIES, FUSED, FUSED_IN_HALF, family_model
 from static_steps import begin_decode
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
@@ -21,25 +21,11 @@ from kvpolicy.model.fused.rewrite import fuse
 from kvpolicy.model.static_forward import static_forward
 
 NOTHING = {"norms": 0, "rotations": 0, "gates": 0, "joint products": 0}
-# Of two layers.
-OF_FAMILIES = {
-    "llama": (5, 2, 2, 4),
-    "mistral": (5, 2, 2, 4),
-    "qwen2": (5, 2, 2, 4),
-    "qwen3": (9, 2, 2, 4),
-    "olmo2": (9, 2, 2, 4),
-    "olmo3": (9, 2, 2, 4),
-    "phi3": (5, 2, 2, 0),  # its weights are joined already
-    "gemma2": (0, 2, 0, 4),
-    "gemma3_text": (0, 2, 0, 4),
-}
-# Their norms and rotations compute in fp32, and round elsewhere than ours.
-IN_HALF = {"olmo2": (0, 0, 2, 4), "olmo3": (0, 0, 2, 4)}
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() & OF_FAMILIES))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() & FUSED))
 def test_families_are_fused_by_what_they_compute(family: str, dtype: torch.dtype) -> None:
     engine = Engine(deepcopy(family_model(family)).to(dtype), plan=Plan.uniform("full"), slots=2)
     run = engine.generate([Request([3, 4, 5], 40), Request([9], 40)])
@@ -62,8 +48,8 @@ def test_families_are_fused_by_what_they_compute(family: str, dtype: torch.dtype
     with given.step.idle(1):
         engine.adapter.forward(given)
     counts, (fused, expected, before) = found
-    in_half = IN_HALF if dtype == torch.bfloat16 else {}
-    assert counts == in_half.get(family, OF_FAMILIES[family])
+    in_half = FUSED_IN_HALF if dtype == torch.bfloat16 else {}
+    assert counts == in_half.get(family, FUSED[family])
     torch.testing.assert_close(fused, expected)
     assert not torch.equal(fused, before)
 

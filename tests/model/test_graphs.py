@@ -103,6 +103,42 @@ def test_replayed_steps_give_the_same_tokens(
     assert recorder.num_replays == num_replays
 
 
+@attrs.define(eq=False)
+class Notes:
+    """Annotates rows, in chunks of prompts as well."""
+
+    tracks: ClassVar[tuple[str, ...]] = ("norm",)
+
+    @hookimpl
+    def annotate(self, keys: Tensor) -> dict[str, Tensor]:
+        return {"norm": keys.norm(dim=-1)}
+
+
+@pytest.mark.usefixtures("recorder")
+@pytest.mark.parametrize("asked", ["nothing", "log-probabilities", "annotations", "no graphs"])
+def test_prompts_are_fused_where_steps_are_replayed(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless more of a forward is asked for than attention."""
+    model = tiny_model()
+    evicts = {} if "log" in asked else {"budget": 12, "buffer": 5}
+    stack = ["full"] if "log" in asked else ["h2o", *([Notes()] * (asked == "annotations"))]
+    plan = Plan.uniform(*stack, **evicts)
+    given = [attrs.evolve(one, prompt_logprobs=1 if "log" in asked else None) for one in requests()]
+
+    def texts() -> tuple[Engine, list[Any]]:
+        engine = Engine(model, plan=plan, slots=5, eager=asked == "no graphs")
+        return engine, [one.tokens for one in engine.generate(given).results()]
+
+    engine, found = texts()
+    prompts = engine.adapter._prompts
+    assert (prompts is not None) == (asked == "nothing")
+    assert prompts is None or prompts.fused is not None
+    monkeypatch.undo()
+    _, expected = texts()
+    assert found == expected
+
+
 @pytest.mark.parametrize("heads", ["own", "shared"])
 @pytest.mark.parametrize("rows", ["int8", "int4"])
 def test_replayed_steps_over_integers_give_the_same_tokens(

@@ -75,12 +75,15 @@ def test_norms(rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
     assert_as_near(normed, plain(total), exact_norm(total, weight))
 
 
-@given(st.integers(1, 3), HEAD_SIZES, DTYPES, st.booleans(), st.integers(0, 99))
-def test_rotations(slots: int, dim: int, dtype: torch.dtype, normed: bool, seed: int) -> None:
+@given(st.integers(1, 3), st.integers(1, 3), HEAD_SIZES, DTYPES, st.booleans(), st.integers(0, 99))
+def test_rotations(
+    slots: int, length: int, dim: int, dtype: torch.dtype, normed: bool, seed: int
+) -> None:
+    """Of a step, and of the tokens of a prompt."""
     query, key = (
-        drawn((slots, 1, heads, dim), dtype, seed + heads).transpose(1, 2) for heads in (4, 2)
+        drawn((slots, length, heads, dim), dtype, seed + heads).transpose(1, 2) for heads in (4, 2)
     )
-    angles = 9 * drawn((slots, 1, dim), torch.float32, seed)
+    angles = 9 * drawn((slots, length, dim), torch.float32, seed)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     weights = (
         [drawn((dim,), dtype, seed + i).contiguous() for i in range(2)] if normed else [None] * 2

@@ -49,6 +49,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 #: Families with sliding windows.
 WINDOWED = [name for name, changes in FAMILIES.items() if "sliding_window" in changes]
 
+#: Norms, rotations, gates and joint products of two layers that become one operator each.
+FUSED = {
+    "llama": (5, 2, 2, 4),
+    "mistral": (5, 2, 2, 4),
+    "qwen2": (5, 2, 2, 4),
+    "qwen3": (9, 2, 2, 4),
+    "olmo2": (9, 2, 2, 4),
+    "olmo3": (9, 2, 2, 4),
+    "phi3": (5, 2, 2, 0),  # its weights are joined already
+    "gemma2": (0, 2, 0, 4),
+    "gemma3_text": (0, 2, 0, 4),
+}
+#: Their norms and rotations compute in fp32, and round elsewhere than ours.
+FUSED_IN_HALF = {"olmo2": (0, 0, 2, 4), "olmo3": (0, 0, 2, 4)}
+
+
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,

@@ -129,8 +129,8 @@ class RunReport:
         path: How decode steps were run: ``"eager: REASON"``, or ``"static"``, followed by
             ``", compiled"``, and on a GPU by ``", fused, in graphs"``,
             ``", in graphs, not fused: REASON"`` or ``", without graphs: REASON"``. Compiled ones
-            are ``", in graphs"``. On a CPU ``", recorded"``, if some were run from recordings, or
-            ``", not recorded: REASON"``.
+            are ``", in graphs"``. Then ``", prompts not fused: REASON"``, if they are not. On a CPU
+            ``", recorded"``, if some were run from recordings, or ``", not recorded: REASON"``.
         compile_s: Seconds in which decode steps were compiled.
         packed_bytes: Bytes of packed weights, which are beside the plain ones.
         released_bytes: Bytes of plain weights that were freed after packing.

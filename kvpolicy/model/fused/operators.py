@@ -60,10 +60,10 @@ def rotate(
     """Rotate the halves of queries and keys, after their norms if they have weights.
 
     Args:
-        query: ``[W, H_q, 1, D]``.
-        key: ``[W, H_kv, 1, D]``.
-        cos: ``[W, 1, 1, D]``.
-        sin: ``[W, 1, 1, D]``.
+        query: ``[W, H_q, L, D]``.
+        key: ``[W, H_kv, L, D]``.
+        cos: ``[W, 1, L, D]``.
+        sin: ``[W, 1, L, D]``.
         query_weight: ``[D]``; ``None``: no norm.
         key_weight: ``[D]``; ``None``: no norm.
         eps: Of the norms.
@@ -93,7 +93,8 @@ def _on_cpu(name: str) -> Callable[..., Any]:
     plain = _PLAIN[name]
 
     def run(states: Tensor, *args: Any) -> Any:
-        if not HAS_NUMBA or states.dtype != torch.float32:
+        is_of_steps = name != "rotate" or states.shape[2] == 1
+        if not HAS_NUMBA or states.dtype != torch.float32 or not is_of_steps:
             return plain(states, *args)
         from kvpolicy.model.fused import numba_kernels
 
@@ -105,6 +106,20 @@ def _on_cpu(name: str) -> Callable[..., Any]:
 for _name in _PLAIN:
     _LIBRARY.impl(_name, _on_cpu(_name), "CPU")
     torch.library.register_fake(f"kvpolicy::{_name}", _PLAIN[_name], lib=_LIBRARY)
+
+
+def kernels_on(device: torch.device) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What the operators call on a device, by operator: without torch between, if that is Triton.
+
+    Args:
+        device: The device.
+    """
+    if device.type != "cuda" or not HAS_TRITON:
+        return {}
+    from kvpolicy.model.fused import triton_kernels
+
+    operators = {"norm": NORM, "add_norm": ADD_NORM, "rotate": ROTATE, "gate": GATE}
+    return {operator: getattr(triton_kernels, name) for name, operator in operators.items()}
 
 
 def _in_triton(name: str) -> Any:

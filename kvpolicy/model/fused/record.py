@@ -2,10 +2,11 @@
 
 What is recorded is what a CUDA graph would hold: a sequence of operators on tensors at fixed
 addresses. Unlike a CUDA graph it says which operators these are, so that some can be replaced
-before the step is captured. It holds for the shapes and addresses that it was recorded with.
+before the step is captured. It holds for the addresses that it was recorded with; and for the
+shapes, unless `kvpolicy.model.fused.extents` has told which of them are those of its inputs.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -85,6 +86,21 @@ def writes(node: Node) -> list[Node]:
     return [] if node.op != "call_function" else list(_written(node.target, node.args, node.kwargs))
 
 
+@attrs.frozen
+class Extent:
+    """A size that depends on how many tokens there are, ``[B, L]``.
+
+    Attributes:
+        factor: What it is a multiple of, it is so many times.
+        of_sequences: Whether it is a multiple of ``B``.
+        of_columns: Whether it is a multiple of ``L``.
+    """
+
+    factor: int
+    of_sequences: bool
+    of_columns: bool
+
+
 @attrs.frozen(eq=False)
 class Recording:
     """What a function has run.
@@ -100,9 +116,18 @@ class Recording:
     tensors: dict[str, Tensor]
     output: Any
 
-    def program(self) -> "Program":
-        """What runs the graph."""
-        return Program(self.graph, self.tensors)
+    def program(
+        self,
+        inputs: Sequence[Tensor] = (),
+        instead: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
+    ) -> "Program":
+        """What runs the graph.
+
+        Args:
+            inputs: Tensors ``[B, L]`` of the recording in whose place it is given others.
+            instead: Functions to call in place of operators.
+        """
+        return Program(self.graph, self.tensors, inputs, instead or {})
 
 
 class Program:
@@ -112,23 +137,37 @@ class Program:
     run are freed at its end.
     """
 
-    def __init__(self, graph: Graph, tensors: Mapping[str, Tensor]) -> None:
-        """Take over a graph and the tensors that it is given from outside."""
+    def __init__(
+        self,
+        graph: Graph,
+        tensors: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        instead: Mapping[Callable[..., Any], Callable[..., Any]],
+    ) -> None:
+        """Take over a graph and the tensors that it is given from outside, see `Recording`."""
         last_use: dict[Node, Node] = {}
         for node in reversed(graph.nodes):
             for used in node.all_input_nodes:
                 last_use.setdefault(used, node)
         self._names: dict[str, Any] = {}
-        lines = ["def run():"]
+        given = {f"given_{index}": tensor for index, tensor in enumerate(inputs)}
+        lines = [f"def run({', '.join(given)}):"]
+        if given:
+            lines.append("    num_sequences, num_columns = given_0.shape")
         for node in graph.nodes:
             if node.op == "get_attr":
-                self._names[node.name] = tensors[str(node.target)]
+                tensor = tensors[str(node.target)]
+                places = [name for name, one in given.items() if one is tensor]
+                lines += [f"    {node.name} = {place}" for place in places]
+                if not places:
+                    self._names[node.name] = tensor
                 continue
             if node.op == "output":
                 lines.append(f"    return {self._source(node.args[0])}")
                 continue
             # Without the Python around an operator.
-            function = self._name(getattr(node.target, "_op", node.target))
+            target = instead.get(node.target, node.target)
+            function = self._name(getattr(target, "_op", target))
             arguments = [self._source(one) for one in node.args]
             arguments += [f"{name}={self._source(one)}" for name, one in node.kwargs.items()]
             lines.append(f"    {node.name} = {function}({', '.join(arguments)})")
@@ -138,11 +177,11 @@ class Program:
             if done:
                 lines.append(f"    del {', '.join(done)}")
         exec("\n".join(lines), self._names)
-        self._run: Callable[[], Any] = self._names.pop("run")
+        self._run: Callable[..., Any] = self._names.pop("run")
 
-    def __call__(self) -> Any:
-        """Run it; returns what the function that was recorded returns."""
-        return self._run()
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Run it, on inputs of one shape; returns what the recorded function returns."""
+        return self._run(*inputs)
 
     def _source(self, value: Any) -> str:
         """A value in Python."""
@@ -151,6 +190,9 @@ class Program:
         if isinstance(value, (tuple, list)):
             parts = "".join(f"{self._source(one)}, " for one in value)
             return f"[{parts}]" if isinstance(value, list) else f"({parts})"
+        if isinstance(value, Extent):
+            sizes = ["num_sequences"] * value.of_sequences + ["num_columns"] * value.of_columns
+            return " * ".join([str(value.factor), *sizes])
         return self._name(value)
 
     def _name(self, value: Any) -> str:

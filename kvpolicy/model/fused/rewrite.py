@@ -1,4 +1,4 @@
-"""Rewriting a recorded step: groups of its operators become one each.
+"""Rewriting a recorded forward: groups of its operators become one each.
 
 What is looked for is what is computed, not what modules are called: a root mean square norm, with
 the sum before it; the rotation of the halves of queries and keys, with norms before it; the gate of
@@ -170,7 +170,7 @@ def _fuse_rotations(graph: Graph) -> int:
 
 
 def _rotation_at(node: Node) -> tuple[Node, Node, Node] | None:
-    """What is rotated, ``[W, H, 1, D]``, and by what, ``[W, 1, 1, D]`` each."""
+    """What is rotated, ``[W, H, L, D]``, and by what, ``[W, 1, L, D]`` each."""
     if not _is(node, _ADD) or len(node.args) != 2 or node.kwargs:
         return None
     along, across = node.args
@@ -182,10 +182,10 @@ def _rotation_at(node: Node) -> tuple[Node, Node, Node] | None:
             if not _is(minus, _NEG):
                 continue
             kind = _layout(states)
-            if len(kind.shape) != 4 or kind.shape[2] != 1 or kind.shape[3] % 2:
+            if len(kind.shape) != 4 or kind.shape[3] % 2:
                 continue
-            slots, _, _, dim = kind.shape
-            turns = Layout((slots, 1, 1, dim), kind.dtype)
+            slots, _, length, dim = kind.shape
+            turns = Layout((slots, 1, length, dim), kind.dtype)
             if (
                 _slice_of(minus.args[0], states, dim // 2, dim)
                 and _slice_of(first, states, 0, dim // 2)

@@ -59,12 +59,12 @@ def fused(run: Callable[[], Output], *, binds: bool = False) -> Fused:
     if not any(counts.values()):
         problem = "it has no norms, rotations, gates or products that are known"
         return Fused(run, counts, problem)
-    if not _are_close(found, logits):
+    if not are_close(found, logits):
         return Fused(run, counts, "it would compute other numbers")
     return Fused(program, counts, None)
 
 
-def _are_close(found: Tensor, expected: Tensor) -> bool:
+def are_close(found: Tensor, expected: Tensor) -> bool:
     """Whether logits are equal up to rounding, by the norm of their difference."""
     share = 0.1 if expected.dtype.itemsize < 4 else 0.01
     distance = (found.float() - expected.float()).norm()

@@ -1,4 +1,4 @@
-"""Norms, rotations and gates in Triton, for decode steps: one program for each row or head.
+"""Norms, rotations and gates in Triton: one program for each row or head of a token.
 
 What is computed is what `kvpolicy.model.fused.operators` computes, rounded at the same places. All
 numbers of a row are held at once, which is why `operators.LONGEST_ROW` is the longest.
@@ -89,29 +89,35 @@ def _rotate(
     query_out,
     key_out,
     eps,
+    length,
     query_slot,
     query_head,
+    query_token,
     key_slot,
     key_head,
+    key_token,
     cos_slot,
+    cos_token,
     sin_slot,
+    sin_token,
     QUERY_HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    cos += slot * cos_slot
-    sin += slot * sin_slot
+    row, head = tl.program_id(0), tl.program_id(1)
+    slot, token = (row // length).to(tl.int64), (row % length).to(tl.int64)
+    cos += slot * cos_slot + token * cos_token
+    sin += slot * sin_slot + token * sin_token
     if head < QUERY_HEADS:
-        at = query + slot * query_slot + head * query_head
-        to = query_out + (slot * QUERY_HEADS + head) * DIM
+        at = query + slot * query_slot + head * query_head + token * query_token
+        to = query_out + ((slot * QUERY_HEADS + head) * length + token) * DIM
         _rotated(at, query_weight, cos, sin, to, eps, DIM, HALF_BLOCK, NORM)
     else:
         head -= QUERY_HEADS
-        at = key + slot * key_slot + head * key_head
-        to = key_out + (slot * KEY_HEADS + head) * DIM
+        at = key + slot * key_slot + head * key_head + token * key_token
+        to = key_out + ((slot * KEY_HEADS + head) * length + token) * DIM
         _rotated(at, key_weight, cos, sin, to, eps, DIM, HALF_BLOCK, NORM)
 
 
@@ -173,14 +179,14 @@ def rotate(
     key_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries ``[W, H_q, 1, D]`` and keys ``[W, H_kv, 1, D]``, see `operators.rotate`."""
+    """Rotate queries ``[W, H_q, L, D]`` and keys ``[W, H_kv, L, D]``, see `operators.rotate`."""
     query, key, cos, sin = (
         one if one.stride(-1) == 1 else one.contiguous() for one in (query, key, cos, sin)
     )
-    slots, query_heads, _, dim = query.shape
+    slots, query_heads, length, dim = query.shape
     key_heads = key.shape[1]
     outs = query.new_empty(query.shape), key.new_empty(key.shape)
-    _rotate[slots, query_heads + key_heads](
+    _rotate[slots * length, query_heads + key_heads](
         query,
         key,
         cos,
@@ -189,10 +195,11 @@ def rotate(
         key if key_weight is None else key_weight,
         *outs,
         eps,
-        *query.stride()[:2],
-        *key.stride()[:2],
-        cos.stride(0),
-        sin.stride(0),
+        length,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *cos.stride()[::2],
+        *sin.stride()[::2],
         QUERY_HEADS=query_heads,
         KEY_HEADS=key_heads,
         DIM=dim,
