@@ -9,7 +9,7 @@ import pytest
 import reference
 import torch
 from compare import assert_best_rows, heads
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import Drawn, budgets, caches, costly, fill, prompts
 from tiny import shared_model, tiny_tokenizer
@@ -61,7 +61,6 @@ def knobs(draw: st.DrawFn) -> dict[str, Any]:
 @given(st.data(), knobs())
 def test_keeps_the_rows_of_the_reference(data: st.DataObject, knobs: dict[str, Any]) -> None:
     window = knobs["window_size"]
-    # Token scores are far below tau / 2 here, so none is scaled.
     drawn = data.draw(caches(min_rows=window + 8))
     shown = show(drawn, data.draw(st.integers(0, 99)))
     budget = data.draw(budgets(drawn.num_rows, min_budget=window))
@@ -71,7 +70,8 @@ def test_keeps_the_rows_of_the_reference(data: st.DataObject, knobs: dict[str, A
     token_knobs = {key: knobs[key] for key in ("window_size", "mix_lambda", "kernel_size")}
     for b, h, keys, queries in heads(drawn.keys, drawn.queries):
         base = reference.rkv(keys, queries, **token_knobs)
-        assert max(map(abs, base)) < knobs["tau"] / 2
+        # Larger scores are scaled, which the reference does not do.
+        assume(max(map(abs, base)) < knobs["tau"] / 2)
         scores = expected_scores(base, shown, b, **knobs)
         assert_best_rows(kept[b, h].tolist(), scores, window=window, budget=budget, atol=1e-5)
 

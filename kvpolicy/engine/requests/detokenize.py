@@ -39,16 +39,27 @@ def decode_after(tokenizer: Any, before: abc.Sequence[int], tokens: abc.Sequence
 
     Args:
         tokenizer: Decodes them.
-        before: The tokens before; only the last ones are looked at.
+        before: The tokens before; only the last ones are looked at, bytes with all bytes before
+            them: without the first, tokenizers with byte fallback take none of them for characters.
         tokens: The tokens.
 
     Raises:
         RequestError: The tokenizer raises.
     """
-    context = list(before[-_CONTEXT:])
+    start = max(len(before) - _CONTEXT, 0)
+    while start and is_byte(tokenizer, before[start]):
+        start -= 1
+    context = list(before[start:])
     shown = decode(tokenizer, context, skip_special_tokens=False)
     whole = decode(tokenizer, [*context, *tokens], skip_special_tokens=False)
     return whole[num_equal(shown, whole) :]
+
+
+def is_byte(tokenizer: Any, token: int) -> bool:
+    """Whether a token is a single byte of a tokenizer with byte fallback."""
+    name_of = getattr(tokenizer, "convert_ids_to_tokens", None)
+    name = None if name_of is None else name_of(token)
+    return isinstance(name, str) and BYTE_TOKEN.fullmatch(name) is not None
 
 
 def num_equal(one: str, other: str) -> int:
@@ -85,7 +96,6 @@ class TextDecoder:
         self.special: list[tuple[int, str]] = []
         self._tokenizer = tokenizer
         self._cleans_up = _cleans_up(tokenizer)
-        self._name_of = getattr(tokenizer, "convert_ids_to_tokens", None)
         self._window: list[int] = []
         self._text = ""  # of the window
         self._num_final = 0  # characters of it that are final
@@ -113,7 +123,7 @@ class TextDecoder:
             return
         self._window.append(token)
         self._text = text
-        if not self._is_byte(token):
+        if not is_byte(self._tokenizer, token):
             num_final = max(self._stable_length(text), self._num_final)
             self.final += text[self._num_final : num_final]
             self._num_final = num_final
@@ -128,10 +138,6 @@ class TextDecoder:
         """The text of a special token; empty if it is none."""
         shown = decode(self._tokenizer, [token], skip_special_tokens=False)
         return shown if shown and not self._decode([token]) else ""
-
-    def _is_byte(self, token: int) -> bool:
-        name = None if self._name_of is None else self._name_of(token)
-        return isinstance(name, str) and BYTE_TOKEN.fullmatch(name) is not None
 
     def _stable_length(self, text: str) -> int:
         """The length of the part of the window's text that later tokens do not change."""

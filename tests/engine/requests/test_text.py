@@ -92,6 +92,13 @@ def test_text_after_other_tokens_is_what_they_add(kind: str, data: st.DataObject
         assert before + added == whole
 
 
+def test_text_after_bytes_of_many_characters_is_what_tokens_add() -> None:
+    tokenizer = tokenizer_of("Llama")
+    tokens = tokenizer("본본본본", add_special_tokens=False)["input_ids"]
+    assert len(tokens) >= 12
+    assert decode_after(tokenizer, tokens[:-3], tokens[-3:]) == "본"
+
+
 @pytest.mark.parametrize("kind", ["byte-level", "unigram", "WordPiece", "BPE with suffixes"])
 @given(data=st.data())
 def test_text_of_many_tokens_needs_a_few_of_them_at_a_time(kind: str, data: st.DataObject) -> None:
