@@ -45,7 +45,6 @@ from kvpolicy.errors import KVPolicyError, error_summary
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 PROMPTS = [[5, 9, 40, 3, 3, 7, 11], [4, 6], [3, 8] * 6 + [21]]
 NEW = 14
-EVICTING = Plan.uniform("full", budget=8, buffer=4)
 POLICIES: dict[str, dict[str, Any]] = {
     "h2o": {"n_recent": 3},
     "snapkv": {"window_size": 3},
