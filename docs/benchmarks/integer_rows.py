@@ -13,10 +13,11 @@ import argparse
 import time
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvpolicy import Engine, Plan, Run, packed_model
 from kvpolicy.lab.bench.contenders.engine import filled_run
+from kvpolicy.lab.bench.models import SHAPES, random_model
 from kvpolicy.lab.bench.workload import Decode
 
 FORMS = {
@@ -46,18 +47,7 @@ def main() -> None:
 
 def new_model() -> PreTrainedModel:
     """A model of the shape of SmolLM2-135M."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-    )
-    return packed_model(AutoModelForCausalLM.from_config(config).eval(), release=True)
+    return packed_model(random_model(SHAPES["135m"], seed=0, max_positions=32768), release=True)
 
 
 def least_ms(model: PreTrainedModel, held: int, steps: int) -> dict[str, float]:

@@ -2,19 +2,18 @@
 
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from families import WINDOWED, family_model
 from hypothesis import given
 from hypothesis import strategies as st
-from list_reference import ListLayer, reference_tokens
+from list_reference import reference_tokens
+from rated import Rated, list_layers
 from recorder import Recorder
 from strategies import costly, plans, prompts
 from tiny import greedy_tokens
-from torch import Tensor
 
-from kvpolicy import Engine, Plan, Request, hookimpl
+from kvpolicy import Engine, Plan, Request
 from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.engine.evictor import Evictor
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
@@ -91,27 +90,6 @@ def test_budget_above_the_window_equals_generate(
     assert recorder.records == []
 
 
-def rating(head: int, position: int) -> float:
-    """A score that ranks rows differently in every head."""
-    return float((position * 37 + head * 53) % 29)
-
-
-@attrs.define(eq=False)
-class Rated:
-    """Scores by `rating`; is due every ``every`` tokens, or never if 0."""
-
-    every: int
-
-    @hookimpl
-    def score(self, positions: Tensor) -> Tensor:
-        heads = torch.arange(positions.shape[1])[:, None]
-        return ((positions * 37 + heads * 53) % 29).double()
-
-    @hookimpl
-    def due(self, seq_len: Tensor) -> Tensor:
-        return seq_len % self.every == 0 if self.every else seq_len < 0
-
-
 @pytest.mark.nightly
 @given(
     st.sampled_from(["mistral", "gemma2", "gpt_oss", "gemma3_text"]),
@@ -135,17 +113,8 @@ def test_eviction_in_a_window_equals_the_list_reference(
     engine = Engine(model, plan=plan, slots=2, chunk=chunk)
     results = engine.generate(prompts, max_new_tokens=25).results()
     for prompt, result in zip(prompts, results, strict=True):
-        layers = [
-            ListLayer(
-                shape.sliding_window,
-                budget,
-                buffer,
-                rating,
-                lambda seq_len: bool(every) and seq_len % every == 0,
-                len(prompt) if prompt_rows == "keep" else 0,
-            )
-            for shape in engine.adapter.layer_shapes()
-        ]
+        num_staying = len(prompt) if prompt_rows == "keep" else 0
+        layers = list_layers(engine, budget, buffer, every, num_staying)
         assert list(result.tokens) == reference_tokens(model, layers, prompt, 25)
 
 

@@ -11,7 +11,8 @@ import torch
 from families import family_model
 from hypothesis import given
 from hypothesis import strategies as st
-from list_reference import ListLayer, reference_tokens
+from list_reference import reference_tokens
+from rated import list_layers, ratings
 from strategies import costly, plans, prompts
 from tiny import greedy_tokens, shared_model, tiny_model
 from torch import Tensor
@@ -53,13 +54,8 @@ models = st.builds(
 # What is kept
 
 
-def rating(head: int, position: int) -> float:
-    """A score that ranks rows differently in every head."""
-    return float((position * 37 + head * 53) % 29)
-
-
 @attrs.define(eq=False)
-class Rated:
+class Checked:
     """Scores by `rating`; notes the positions that it is shown, and is due as told."""
 
     every: int = 0
@@ -69,8 +65,7 @@ class Rated:
     def score(self, positions: Tensor, prompt_len: Tensor) -> Tensor:
         self.shown.append(positions.clone())
         assert (positions >= prompt_len[:, None, None]).all()
-        heads = torch.arange(positions.shape[1])[:, None]
-        return ((positions * 37 + heads * 53) % 29).double()
+        return ratings(positions)
 
     @hookimpl
     def due(self, num_rows: Tensor, seq_len: Tensor, prompt_len: Tensor, budget: int) -> Tensor:
@@ -153,21 +148,11 @@ def test_tokens_equal_an_oracle_that_chooses_from_generated_rows_only(
 ) -> None:
     budget, buffer, every = rules
     model = family_model(family)
-    plan = Plan.uniform(Rated(every), budget=budget, buffer=buffer, prompt="keep")
+    plan = Plan.uniform(Checked(every), budget=budget, buffer=buffer, prompt="keep")
     engine = Engine(model, plan=plan, slots=2, chunk=chunk, eager=eager)
     results = engine.generate(prompts, max_new_tokens=12).results()
     for prompt, result in zip(prompts, results, strict=True):
-        layers = [
-            ListLayer(
-                shape.sliding_window,
-                budget,
-                buffer,
-                rating,
-                lambda seq_len: bool(every) and seq_len % every == 0,
-                len(prompt),
-            )
-            for shape in engine.adapter.layer_shapes()
-        ]
+        layers = list_layers(engine, budget, buffer, every, len(prompt))
         assert list(result.tokens) == reference_tokens(model, layers, prompt, 12)
         assert sum(layer.num_compactions for layer in layers) or not result.rows_evicted
 
@@ -257,7 +242,7 @@ def test_tracks_and_attention_of_a_call_belong_to_their_sequences() -> None:
 
 
 def test_prompts_of_different_lengths_are_asked_about_together() -> None:
-    policy = Rated()
+    policy = Checked()
     plan = Plan.uniform(policy, budget=4, buffer=4, prompt="keep")
     engine = Engine(shared_model("llama"), plan=plan, slots=3)
     engine.generate([[3] * 2, [4] * 9, [5] * 30], max_new_tokens=10).results()

@@ -1,13 +1,12 @@
 """What must hold wherever a model is, `--device cuda` included: the engine beside its oracles."""
 
-import attrs
 import pytest
 import torch
-from list_reference import ListLayer, reference_tokens
+from list_reference import reference_tokens
+from rated import Rated, list_layers
 from tiny import greedy_tokens, tiny_model
-from torch import Tensor
 
-from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy import Engine, Plan
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 9]
 NEW_TOKENS = 12
@@ -17,21 +16,6 @@ EVICTING = [("h2o",), ("snapkv",), ("rkv", "protect"), ("streaming", "rerotate")
 def model_on(device: torch.device) -> torch.nn.Module:
     # Kernels of GPUs multiply blocks of at least 16 numbers.
     return tiny_model("qwen3", head_dim=16).to(device)
-
-
-def rating(head: int, position: int) -> float:
-    """A score that ranks rows differently in every head."""
-    return float((position * 37 + head * 53) % 29)
-
-
-@attrs.define(eq=False)
-class Rated:
-    """Scores by `rating`."""
-
-    @hookimpl
-    def score(self, positions: Tensor) -> Tensor:
-        heads = torch.arange(positions.shape[1], device=positions.device)[:, None]
-        return ((positions * 37 + heads * 53) % 29).float()
 
 
 @pytest.mark.few(1)
@@ -50,7 +34,7 @@ def test_eviction_equals_the_list_reference(device: torch.device) -> None:
     engine = Engine(model_on(device), plan=plan, slots=2)
     results = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS).results()
     for prompt, result in zip(PROMPTS, results, strict=True):
-        layers = [ListLayer(None, 6, 3, rating, lambda _: False, 0) for _ in range(2)]
+        layers = list_layers(engine, 6, 3)
         reference = model_on(torch.device("cpu"))
         assert list(result.tokens) == reference_tokens(reference, layers, prompt, NEW_TOKENS)
 

@@ -13,10 +13,11 @@ import sys
 import time
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvpolicy import Engine, Plan, Run, load_model, packed_model
 from kvpolicy.lab.bench.contenders.engine import filled_run
+from kvpolicy.lab.bench.models import SHAPES, random_model
 from kvpolicy.lab.bench.workload import Decode
 from kvpolicy.model.recorded import STEPS_BEFORE
 
@@ -49,18 +50,7 @@ def say(line: str) -> None:
 
 def shape_of_smollm2(form: str) -> PreTrainedModel:
     """A model of random weights in a form."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = random_model(SHAPES["135m"], seed=0, max_positions=8192)
     return packed_model(model, cpu_weights=form, release=True)
 
 

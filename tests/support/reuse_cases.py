@@ -1,7 +1,7 @@
 """What tests of prefix stores have in common: models, plans and comparisons."""
 
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -9,8 +9,9 @@ from families import family_model
 from hypothesis import strategies as st
 from tiny import shared_model
 
-from kvpolicy import Engine, Plan, PrefixStore, Request
+from kvpolicy import Engine, Plan, PrefixStore, Request, hookimpl
 from kvpolicy.engine.requests.results import Result
+from kvpolicy.state import Memory
 
 NUM_LAYERS = 2
 FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss")  # windows, soft caps, sinks
@@ -26,6 +27,25 @@ PLANS = {
 }
 
 BLOCK_BYTES = NUM_LAYERS * 2 * 4 * (8 * 8 * 2 + 8)  # of rows of 4 tokens
+
+
+@attrs.define(eq=False)
+class CountsBack:
+    """Rows stay by how far they are from the end of their prompt."""
+
+    cuts_prompts: ClassVar[bool] = False
+
+    @hookimpl
+    def observe(self, token_ids: Any, start: int, prompt_len: int, memory: Memory) -> None:
+        (own,) = memory.of(self)
+        own.setdefault("left", []).extend(
+            (prompt_len - start - index) ** 2 % 7 for index in range(len(token_ids))
+        )
+
+    @hookimpl
+    def score(self, positions: Any, memory: Memory) -> Any:
+        left = [positions.new_tensor(own["left"]) for own in memory.of(self)]
+        return torch.stack([one[at] for one, at in zip(left, positions, strict=True)]).float()
 
 
 def llama() -> Any:

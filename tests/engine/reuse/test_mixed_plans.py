@@ -1,33 +1,11 @@
 """A prefix store where the policies of layers differ: all of them agree to what is shared."""
 
-from typing import Any, ClassVar
+from typing import Any
 
-import attrs
-import torch
-from reuse_cases import asked, assert_same, llama
+from reuse_cases import CountsBack, asked, assert_same, llama
 
-from kvpolicy import Engine, Plan, PrefixStore, hookimpl
+from kvpolicy import Engine, Plan, PrefixStore
 from kvpolicy.plan.spec import LayerGroup, PolicySpec
-from kvpolicy.state import Memory
-
-
-@attrs.define(eq=False)
-class CountsBack:
-    """Rows stay by how far they are from the end of their prompt."""
-
-    cuts_prompts: ClassVar[bool] = False
-
-    @hookimpl
-    def observe(self, token_ids: Any, start: int, prompt_len: int, memory: Memory) -> None:
-        (own,) = memory.of(self)
-        own.setdefault("left", []).extend(
-            (prompt_len - start - index) ** 2 % 7 for index in range(len(token_ids))
-        )
-
-    @hookimpl
-    def score(self, positions: Any, memory: Memory) -> Any:
-        left = [positions.new_tensor(own["left"]) for own in memory.of(self)]
-        return torch.stack([one[at] for one, at in zip(left, positions, strict=True)]).float()
 
 
 def test_one_policy_that_forbids_it_keeps_prompts_from_being_cut() -> None:

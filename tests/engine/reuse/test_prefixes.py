@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reuse_cases import NUM_LAYERS, asked, assert_same, llama, models, with_prompt
+from reuse_cases import NUM_LAYERS, CountsBack, asked, assert_same, llama, models, with_prompt
 from strategies import SMALL_KNOBS, costly, plans
 from tiny import shared_model, tiny_model, tiny_tokenizer
 from torch import nn
@@ -15,7 +15,6 @@ from torch import nn
 from kvpolicy import Engine, Plan, PrefixStore, hookimpl
 from kvpolicy.engine.reuse import nodes
 from kvpolicy.errors import HookError, KVPolicyError
-from kvpolicy.state import Memory
 
 TIGHT = Plan.uniform("h2o", budget=12, buffer=4)
 KEEPING = Plan.uniform("h2o", budget=12, buffer=4, prompt="keep")
@@ -197,25 +196,6 @@ def test_equal_hashes_are_no_proof(plan: Plan, monkeypatch: pytest.MonkeyPatch) 
 
 
 # Policies whose state cannot be cut
-
-
-@attrs.define(eq=False)
-class CountsBack:
-    """Rows of tokens stay by how far they are from the end of their prompt."""
-
-    cuts_prompts: ClassVar[bool] = False
-
-    @hookimpl
-    def observe(self, token_ids: Any, start: int, prompt_len: int, memory: Memory) -> None:
-        (own,) = memory.of(self)
-        own.setdefault("left", []).extend(
-            (prompt_len - start - index) ** 2 % 7 for index in range(len(token_ids))
-        )
-
-    @hookimpl
-    def score(self, positions: Any, memory: Memory) -> Any:
-        left = [positions.new_tensor(own["left"]) for own in memory.of(self)]
-        return torch.stack([one[at] for one, at in zip(left, positions, strict=True)]).float()
 
 
 @attrs.define(eq=False)
