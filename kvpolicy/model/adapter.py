@@ -35,6 +35,7 @@ from kvpolicy.model.config import (
 )
 from kvpolicy.model.decoder import attention_module, decoder_layers, decoder_of, kv_group
 from kvpolicy.model.embedded import Embedder, embed_chunks, image_ids
+from kvpolicy.model.failures import explained
 from kvpolicy.model.fingerprint import ModelFingerprint
 from kvpolicy.model.forward_input import Annotating, ForwardInput, under_way
 from kvpolicy.model.fused_prompts import FusedPrompts
@@ -225,14 +226,10 @@ class ModelAdapter:
         try:
             cache, prefilled, decoded = self._run_both_ways(static=static)
             self._check_positions()
-        except KVPolicyError:
-            raise
         except Exception as error:  # whatever code of the model may raise
-            msg = (
-                f"model {type(self.model).__name__} cannot be run: a forward of a few tokens fails "
-                f"with {error_summary(error)}"
-            )
-            raise ModelError(msg) from error
+            if (shown := explained(self.model, error)) is error:
+                raise
+            raise shown from error
         self._softmax = [layer.softmax for layer in cache.layers]
         pairs: list[tuple[Tensor, Tensor]] = []
         first = self.attention_layers[0]

@@ -171,7 +171,10 @@ def attention_function(
         if window is not None:
             window = hiding_window(window, getattr(module, "config", None))
         if key.shape[1] != shape.num_kv_heads:
-            reason = f"it attends with {key.shape[1]} key heads, more than it stores"
+            reason = (
+                f"it attends with {key.shape[1]} key heads, more than it stores: "
+                f"{shape.num_kv_heads}, which it repeats itself in an order of its own"
+            )
         elif window != shape.sliding_window:
             reason = (
                 f"its layer {layer_idx} attends to a window of {window}, "

@@ -54,8 +54,19 @@ def kv_group(layer: nn.Module) -> int | None:
     Attention functions of transformers repeat keys so often. Configurations may not say that layers
     differ.
     """
-    groups = {getattr(module, "num_key_value_groups", None) for module in layer.modules()} - {None}
+    groups = {_group_of(module) for module in layer.modules()} - {None}
     (group,) = groups if len(groups) == 1 else (None,)
+    return group
+
+
+def _group_of(module: nn.Module) -> int | None:
+    """What a module says of it, if it is attention that does not contradict itself."""
+    group = getattr(module, "num_key_value_groups", None)
+    num_heads, num_kv_heads = (
+        getattr(module, name, None) for name in ("num_heads", "num_key_value_heads")
+    )
+    if isinstance(num_heads, int) and isinstance(num_kv_heads, int) and isinstance(group, int):
+        return group if num_kv_heads * group == num_heads else None  # it repeats keys itself
     return group if isinstance(group, int) else None
 
 

@@ -12,7 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvpolicy.cache.shape import StateShape
 from kvpolicy.compat import cache_argument, chooses_experts_on_device
-from kvpolicy.errors import ModelError, error_summary
+from kvpolicy.errors import ModelError
+from kvpolicy.model.failures import explained
 from kvpolicy.model.twin import Copies
 
 States = tuple[StateShape, ...]
@@ -47,11 +48,7 @@ def layer_states(
                 **cache_argument(cache),
             )
     except Exception as error:  # whatever code of the model may raise
-        msg = (
-            f"model {type(model).__name__} cannot be run: a forward of one token, which shows the "
-            f"sizes of its states, fails with {error_summary(error)}"
-        )
-        raise ModelError(msg) from error
+        raise explained(model, error) from error
     found = [_states_of(layer) for layer in cache.layers]
     if not any(found):
         msg = (

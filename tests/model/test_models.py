@@ -75,6 +75,14 @@ def test_unsupported_model_raises(kind: str) -> None:
         PolicyCache(model, Plan.uniform("full"))
 
 
+@pytest.mark.parametrize("is_newer", [False, True], ids=["older", "newer"])
+def test_a_refusal_of_falcon_says_what_it_computes_itself(is_newer: bool) -> None:
+    model = model_of("falcon", new_decoder_architecture=is_newer, num_kv_heads=2)
+    with pytest.raises(ModelError, match="attention itself") as refused:
+        Engine(model, plan=Plan.uniform("full"))
+    assert "Error" not in str(refused.value)
+
+
 OWN_POSITIONS = (
     "bart",
     "bigbird_pegasus",

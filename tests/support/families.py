@@ -40,9 +40,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "stablelm": ({}, "arguments"),
     "nemotron": ({}, "arguments|0 of its 2 layers use the cache"),
-    "jetmoe": ({}, "stores 2 heads .* 4 .* are expected"),
-    "falcon": ({}, "stores 1 heads .* 4 .* are expected"),
-    "minimax": ({}, "cache of its own|5.17 or newer"),
+    "jetmoe": ({}, "attends with 4 key heads, more than it stores"),
+    "falcon": ({}, "computes its attention itself"),
+    "minimax": ({}, "one of its own class|5.17 or newer"),
     "doge": ({"keep_window_size": 4}, "masks"),
 }
 
