@@ -13,6 +13,7 @@ from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.resuming import Resuming
 from kvpolicy.errors import RequestError
 from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.embedded import image_arguments
 from kvpolicy.model.generation_config import GenerationRules
 
 
@@ -30,6 +31,7 @@ class Arrivals:
             model's positions.
         max_prompt_len: The most tokens of a prompt; ``None``: any number.
         longest_kept: Tokens of a sequence of which the plan evicts no row; ``None``: any number.
+        stores_pads: Whether the plan stores pads as rows.
     """
 
     adapter: ModelAdapter
@@ -40,6 +42,7 @@ class Arrivals:
     max_len: int | None = None
     max_prompt_len: int | None = None
     longest_kept: int | None = None
+    stores_pads: bool = False
 
     def sequence_of(self, request: Request) -> Sequence:
         """The sequence of a request, without a number.
@@ -52,12 +55,8 @@ class Arrivals:
             raise RequestError(problem)
         if snapshot is not None and (problem := self.resuming.problem_with(snapshot)):
             raise RequestError(problem)
-        if snapshot is not None and snapshot.contents.rope_offset:
-            msg = (
-                "the snapshot has an image whose tokens have rotary positions of their own; go on "
-                "with it in a PolicyCache"
-            )
-            raise RequestError(msg)
+        if request.images is not None:
+            self._check_images(request, request.images)
         if request.snapshot and (problem := self.resuming.problem):
             msg = f"no snapshot can be taken: {problem}"
             raise RequestError(msg)
@@ -150,6 +149,37 @@ class Arrivals:
     def stop_strings_of(self, request: Request) -> tuple[str, ...]:
         """The stop strings of a request: its own, or those of the generation config."""
         return request.stop or self.rules.stop_strings
+
+    def _check_images(self, request: Request, images: abc.Mapping[str, Any]) -> None:
+        adapter, prompt = self.adapter, request.prompt
+        name, known = type(adapter.model).__name__, image_arguments(adapter.model)
+        unknown = [one for one in images if one not in known]
+        problem = None
+        if adapter.embedder is None:
+            problem = f"the request has images, and model {name} takes none; leave out images"
+        elif unknown:
+            problem = (
+                f"images have {unknown[0]!r:.60}, which model {name} does not take; it takes "
+                f"{', '.join(sorted(known))}"
+            )
+        elif isinstance(prompt, str):
+            problem = (
+                "images were given with a text; give as the prompt the input_ids that the model's "
+                "processor returns with them, which have tokens for each image"
+            )
+        elif request.resume is not None:
+            problem = (
+                "images were given for what follows a snapshot; give the whole conversation with "
+                "all of its images, or go on in a PolicyCache"
+            )
+        elif self.stores_pads:
+            problem = 'prompts with images are not padded; run them with a plan of padding = "none"'
+        elif adapter.processes.num_processes > 1:
+            problem = (
+                "images are not embedded by several processes that share a model; use one process"
+            )
+        if problem is not None:
+            raise RequestError(problem)
 
     def _check_prompt_logprobs(self, num_prompt: int, *, resumed: bool) -> None:
         if resumed:

@@ -33,7 +33,11 @@ _META = torch.device("meta")
 _EXTENSIONS = "kvpolicy.engine.extensions."
 
 # Extensions that serve requests, and the fields by which these ask for them.
-_OF_REQUESTS = {"logprobs": ("logprobs", "prompt_logprobs"), "snapshots": ("snapshot", "resume")}
+_OF_REQUESTS = {
+    "logprobs": ("logprobs", "prompt_logprobs"),
+    "snapshots": ("snapshot", "resume"),
+    "embedded": ("images",),
+}
 
 
 def core_of(
@@ -251,7 +255,7 @@ def _embedded(bound: BoundPlan) -> abc.Iterator[Extension]:
     """What gives the decoder the embeddings of prompts with images."""
     if bound.adapter.embedder is not None and is_there(_EXTENSIONS + "embedded"):
         make = _feature("embedded", "Embedded", "prompts with images")
-        yield make(min(bound.chunk, bound.max_tokens_per_forward))
+        yield make(bound.adapter, min(bound.chunk, bound.max_tokens_per_forward))
 
 
 def _copies(bound: BoundPlan, registers: RegisterFile, prefixes: Any) -> abc.Iterator[Extension]:

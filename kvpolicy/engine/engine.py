@@ -362,6 +362,7 @@ class Run:
             None if limits is None else limits.max_len,
             None if limits is None else limits.max_prompt_len,
             longest_kept(engine.plan),
+            engine.plan.padding == "stored",
         )
         self._queue = RequestQueue(clock, None if limits is None else limits.most_open)
         refused = self._enqueue()

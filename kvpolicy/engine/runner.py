@@ -75,10 +75,12 @@ class Runner:
             is_packed = adapter.weights.packed_bytes > 0
             self.recorded = RecordedSteps(fuses=is_packed and HAS_NUMBA)
 
-    @property
-    def is_static(self) -> bool:
-        """Whether decode steps are static."""
-        return self.static is not None
+    def takes_static(self, slots: abc.Sequence[int]) -> bool:
+        """Whether a decode step of these slots is static.
+
+        Static steps rotate tokens by their number, and know of no other positions.
+        """
+        return self.static is not None and not self._cache.rope_offset[[*slots]].any()
 
     @property
     def path(self) -> str:

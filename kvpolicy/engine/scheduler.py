@@ -240,7 +240,7 @@ class Scheduler:
         """The newest token of every sequence whose prompt is in."""
         sequences = self.slots.pack(decodable)
         step = decode_step(sequences)
-        step.is_static = self._core.runner.is_static
+        step.is_static = self._core.runner.takes_static(step.slots)
         step.draws = step.is_static and not self._sampler.reads_tokens(sequences)
         step.num_left = min(seq.max_new_tokens - len(seq.tokens) for seq in sequences)
         return step

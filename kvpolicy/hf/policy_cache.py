@@ -157,7 +157,7 @@ class PolicyCache(Cache):
         if max_length is not None and (not is_number or max_length < 1):
             _refuse(f"was given max_length={max_length!r}; expected a number of tokens")
         # The hooks of the model run around each call of it: once, and not again in the engine.
-        adapter = ModelAdapter(model, run_own_hooks=False, embeds=True)
+        adapter = ModelAdapter(model, run_own_hooks=False)
         self._bound = BoundPlan(
             adapter,
             tokenizer,

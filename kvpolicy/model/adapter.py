@@ -34,7 +34,7 @@ from kvpolicy.model.config import (
     stop_ids,
 )
 from kvpolicy.model.decoder import attention_module, decoder_layers, decoder_of, kv_group
-from kvpolicy.model.embedded import Embedder, embed_chunks, image_ids
+from kvpolicy.model.embedded import Embedder, embed_chunks, image_arguments, image_ids
 from kvpolicy.model.failures import explained
 from kvpolicy.model.fingerprint import ModelFingerprint
 from kvpolicy.model.forward_input import Annotating, ForwardInput, under_way
@@ -79,7 +79,7 @@ class ModelAdapter:
         stop_ids: Tokens that end a generation, from the model's own configuration.
         hidden_size: Size of the hidden state, ``M``.
         processes: The processes that hold the model.
-        embedder: Embeds prompts with images; ``None``: none are embedded.
+        embedder: Embeds prompts with images; ``None``: the model takes none.
         image_ids: Token ids in whose place the model puts embeddings of images.
     """
 
@@ -91,16 +91,13 @@ class ModelAdapter:
     _prompts: FusedPrompts | None = None  # once a forward may run so
     _one_by_one: bool = False  # see `KVCache.one_by_one`, once a forward has shown it
 
-    def __init__(
-        self, model: PreTrainedModel, *, run_own_hooks: bool = True, embeds: bool = False
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, run_own_hooks: bool = True) -> None:
         """Inspect a model, which is left as it is.
 
         Args:
             model: The model.
             run_own_hooks: Whether `forward` runs the hooks of the model itself; those of its
                 submodules always run. Not wanted within a call of the model, which runs them.
-            embeds: Whether prompts may have images, if the model takes any.
 
         Raises:
             ModelError: If the engine cannot run the model.
@@ -124,10 +121,11 @@ class ModelAdapter:
         self._steered: frozenset[int] = frozenset()
         self._annotated: frozenset[int] = frozenset()
         self._reads_states = False
-        self._twin = Twin(model, ATTENTION, self._register)
+        self._make_twins()
         self._fingerprint = ModelFingerprint(model)
         self.image_ids = image_ids(model)
-        self.embedder = Embedder(model) if embeds and decoder_of(model) is not model else None
+        takes_images = image_arguments(model) and decoder_of(model) is not model
+        self.embedder = Embedder(model) if takes_images else None
         num_found = len(decoder_layers(model))
         if num_found != self.num_layers:
             msg = (
@@ -208,7 +206,12 @@ class ModelAdapter:
         self._steered |= frozenset(steered)
         self._annotated |= frozenset(annotated)
         self._reads_states |= states
+        self._make_twins()
+
+    def _make_twins(self) -> None:
+        """Make what is called for tokens, and what is called for tokens with embeddings of ours."""
         self._twin = Twin(self.model, ATTENTION, self._register)
+        self._embedding_twin = Twin(self.model, ATTENTION, self._register_embedding)
 
     def check_forward(self, *, static: bool) -> None:
         """Run a few tokens in all ways in which they will be run, so that it is refused now.
@@ -369,7 +372,9 @@ class ModelAdapter:
         Raises:
             ModelError: If the model does not use the cache or the attention function.
         """
-        twin, step = self._twin.current(), given.step
+        has_images = given.embedded is not None
+        twin = (self._embedding_twin if has_images else self._twin).current()
+        step = given.step
         if isinstance(step, StaticStep):
             logits, given.states = self._run_static(twin, step, given)
             return logits, given.states
@@ -483,9 +488,6 @@ class ModelAdapter:
         if self._reads_states:
             decoder = copies.hookable(decoder_of(self.model))
             decoder.register_forward_hook(_receive_states, with_kwargs=True)
-        if self.embedder is not None:
-            decoder = copies.hookable(decoder_of(self.model))
-            decoder.register_forward_pre_hook(_embed, with_kwargs=True)
         for module in self._latents.values():
             store_latents(copies, module)
         layers = decoder_layers(self.model)
@@ -496,6 +498,12 @@ class ModelAdapter:
             attention = copies.hookable(attention_module(self.model, layer_idx))
             hook = input_hook(layer_idx, self.hidden_size)
             attention.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _register_embedding(self, copies: Copies) -> None:
+        """Register the hooks of a twin whose decoder is given embeddings."""
+        self._register(copies)
+        decoder = copies.hookable(decoder_of(self.model))
+        decoder.register_forward_pre_hook(_embed, with_kwargs=True)
 
     def _keys_at(self, position: int) -> list[Tensor]:
         """Keys of every layer, in all heads, for one token that stands alone at a position."""

@@ -327,6 +327,10 @@ class CompletionBody(GenerationBody):
         return self
 
 
+# Parts of OpenAI's interface that are no text.
+_NOT_OF_TEXT = ("image_url", "input_image", "input_audio", "video_url", "audio_url", "file")
+
+
 def _text_of(value: Any) -> Any:
     """The text of a content, which may come in parts."""
     if not isinstance(value, list):
@@ -334,7 +338,14 @@ def _text_of(value: Any) -> Any:
     texts = []
     for part in value:
         # What else a part has is for caches of other servers.
-        is_text = isinstance(part, dict) and part.get("type") == "text"
+        kind = part.get("type") if isinstance(part, dict) else None
+        is_text = kind == "text"
+        if kind in _NOT_OF_TEXT:
+            msg = (
+                f"has a part {kind!r}, and this server takes text alone; give images in Python, to "
+                "Request(images=...) of an engine or to generate() with a PolicyCache"
+            )
+            raise ValueError(msg)
         if not is_text or not isinstance(part.get("text"), str):
             msg = 'should be a text, or parts {"type": "text", "text": TEXT}'
             raise ValueError(msg)

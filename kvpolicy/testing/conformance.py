@@ -11,6 +11,7 @@ import attrs
 from kvpolicy.compat import has_states
 from kvpolicy.errors import KVPolicyError, error_text, shown
 from kvpolicy.extras import install_extra
+from kvpolicy.features import is_there
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.plan.spec import PolicySpec
 from kvpolicy.testing.cases import Environment, PolicyFactory, Setup, least_budget, not_built
@@ -24,6 +25,9 @@ PROFILES = {"quick": 100, "ci": 1_000, "thorough": 10_000}
 
 # Of the case in each kind of model: with it, a sequence is cut, and a beginning reused.
 _SEED_OF_KINDS = 2
+
+# What gives the decoder the embeddings of images.
+_IMAGES = "kvpolicy.engine.extensions.embedded"
 
 # Hypothesis remembers all cases of one test: several short tests are faster.
 _CASES_AT_ONCE = 500
@@ -102,7 +106,7 @@ def check_policy(
     checked: Counter[str] = Counter()
     _check_building(policy_factory)
     checked["building"] += 1
-    refused = {} if has_states() else {"hybrid": "hybrid models need transformers 5.17 or newer"}
+    refused = _missing_kinds()
     for done in range(0, num_cases, _CASES_AT_ONCE):
         num = min(_CASES_AT_ONCE, num_cases - done)
         run_cases(
@@ -124,6 +128,16 @@ def check_policy(
     checked["knobs"] += _check_knobs(policy_factory, environment)
     elapsed = time.perf_counter() - start
     return Report(policy_factory.name, num_cases, elapsed, checked, refused)
+
+
+def _missing_kinds() -> dict[str, str]:
+    """Kinds of models that this installation does not run, each with the reason."""
+    found = {}
+    if not has_states():
+        found["hybrid"] = "hybrid models need transformers 5.17 or newer"
+    if not is_there(_IMAGES):
+        found["images"] = f"prompts with images need {_IMAGES}, whose file is missing"
+    return found
 
 
 def _check_building(factory: PolicyFactory) -> None:

@@ -208,7 +208,7 @@ def test_beams_and_copies_go_on_behind_an_image() -> None:
     assert answers(model, [turn], [None], restored) == expected
 
 
-def test_a_snapshot_behind_an_image_is_for_a_policy_cache_only(tmp_path: Any) -> None:
+def test_a_snapshot_behind_an_image_goes_on_in_an_engine(tmp_path: Any) -> None:
     model, (image, _) = seeing(ROPE_IN_PLANES)
     held = PolicyCache(model, FULL)
     answers(model, [image.prompt([5, 9, 40], [7, 11])], [image], held)
@@ -216,9 +216,15 @@ def test_a_snapshot_behind_an_image_is_for_a_policy_cache_only(tmp_path: Any) ->
     snapshot.save(tmp_path / "one.safetensors")
     loaded = type(snapshot).load(tmp_path / "one.safetensors")
     assert loaded.contents.rope_offset == snapshot.contents.rope_offset < 0
-    (result,) = Engine(model, plan=FULL).generate([Request([4], resume=loaded)]).results()
-    assert result.error is not None
-    assert "PolicyCache" in result.error
+    going_on = Request([4], max_new_tokens=NEW, resume=loaded, stop_ids=())
+    model.generation_config.suppress_tokens = [IMAGE]
+    try:
+        (result,) = Engine(model, plan=FULL).generate([going_on]).results()
+    finally:
+        model.generation_config.suppress_tokens = None
+    assert result.error is None
+    whole = [*snapshot.token_ids, 4]
+    assert list(result.tokens) == answers(model, [whole], [image])[0]
 
 
 def test_keys_are_not_moved_behind_an_image() -> None:

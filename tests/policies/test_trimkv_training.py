@@ -6,6 +6,7 @@ import attrs
 import pytest
 import reference_trimkv as reference
 import torch
+from any_model import tiny_random_model
 from families import FAMILIES, family_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -188,6 +189,12 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path
         assert second.state()[name].equal(tensor), name
     with pytest.raises(KVPolicyError, match=r"model .*tiny.* other"):
         checkpoint.restore(path, second, {"model": "other"})
+
+
+def test_gates_for_latents_are_refused() -> None:
+    model = tiny_random_model("DeepseekV3ForCausalLM")
+    with pytest.raises(KVPolicyError, match="latents"):
+        Trainer(model, texts(), RECIPE)
 
 
 def test_texts_of_one_token_are_no_texts() -> None:

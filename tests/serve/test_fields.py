@@ -122,6 +122,14 @@ def test_marks_of_a_cache_in_a_part_change_nothing(server: Running) -> None:
     assert counts == [len("u:who?\na:")] * 3
 
 
+def test_a_part_with_an_image_is_refused_with_what_takes_images(server: Running) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    talk: Any = [{"role": "user", "content": [{"type": "text", "text": "who?"}, part]}]
+    with pytest.raises(openai.BadRequestError, match="PolicyCache") as refused:
+        server.client().chat.completions.create(model="tiny", messages=talk, max_tokens=1)
+    assert "image_url" in str(refused.value)
+
+
 # What is done
 
 

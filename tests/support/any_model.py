@@ -16,6 +16,8 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from kvpolicy.compat import layer_configs
+
 VOCAB = 61
 POSITIONS = 256
 
@@ -315,12 +317,18 @@ def tiny_config(
             sees = seeing or any(word in name for word in _SEEING)
             own = {**NEEDS.get(part.model_type, {}), **needs.get(name, {})}
             parts[name] = tiny_config(type(part), own, seeing=sees)
-    if getattr(default, "kv_lora_rank", None):  # latent attention: every head has keys of its own
+    if _has_latents(default):  # every head has keys of its own
         given = {name: size for name, size in given.items() if name != "head_dim"}
         given["num_key_value_heads"] = given.get("num_attention_heads")
     given |= _layer_kinds(config_class, default) | _rope(default)
     given |= {name: value for name, value in needs.items() if name not in parts} | parts
     return config_class(**given)
+
+
+def _has_latents(config: PretrainedConfig) -> bool:
+    """Whether a configuration is one of latent attention; its layers may have different sizes."""
+    layers = layer_configs(config) if getattr(config, "is_heterogeneous", False) else [config]
+    return any(getattr(one, "kv_lora_rank", None) for one in layers)
 
 
 def _layer_kinds(config_class: type[PretrainedConfig], default: PretrainedConfig) -> dict[str, Any]:

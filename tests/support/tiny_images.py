@@ -73,6 +73,11 @@ _OF_CLASSES: dict[str, dict[str, Any]] = {
             "codebook_size": _CODES,
         },
     },
+    "blip-2": {"num_query_tokens": 4},
+    "dots3_note": {
+        "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32, "spatial_merge_size": 2},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    },
     "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [0]}},
     "ernie4_5_vl_moe": {
         "text_config": {
@@ -83,20 +88,77 @@ _OF_CLASSES: dict[str, dict[str, Any]] = {
             }
         }
     },
+    "florence2": {
+        "vision_config": {
+            "patch_size": [3, 3],
+            "patch_stride": [2, 2],
+            "patch_padding": [1, 1],
+            "patch_prenorm": [False, True],
+            "depths": [1, 1],
+            "embed_dim": [16, 32],
+            "num_heads": [2, 2],
+            "num_groups": [2, 2],
+            "window_size": 2,
+        }
+    },
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": 32, "intermediate_size": 8}},
     "gemma3": {"mm_tokens_per_image": 4},
     "got_ocr2": {"vision_config": {"initializer_range": 0.4}},
     "granite_docling": {"vision_config": {"image_size": 16}},
+    "granite4_vision": {
+        "vision_config": {"hidden_size": 64},
+        "qformer_config": {"hidden_size": 64, "encoder_hidden_size": 64, "num_attention_heads": 2},
+        "downsample_rate": "1/2",
+        "image_grid_pinpoints": [[8, 8], [8, 16]],
+    },
     "granite_speech": {"projector_config": {"encoder_hidden_size": 32}},
     "granite_speech_plus": {"projector_config": {"encoder_hidden_size": 32}},
+    "inkling2": {"vision_config": {"text_hidden_size": 32}},
+    "kyutai_speech_to_text": {
+        "audio_pad_token_id": 2,
+        "audio_bos_token_id": 1,
+        "codebook_vocab_size": 8,
+        "num_codebooks": 2,
+    },
     "kimi_k25": {"projection_hidden_size": 32},
     "mllama": {
         "vision_config": {"intermediate_layers_indices": [0], "vision_output_dim": 64},
         "text_config": {"cross_attention_layers": [1]},
     },
     "molmo2": {"vision_config": {"image_size": [8, 8]}},
+    "moss_transcribe_diarize": {"audio_config": _SOUND},
+    "muse_spark": {
+        "audio_config": {
+            "num_hidden_layers": 1,
+            "patch_sizes": [16],
+            "hidden_sizes": [32],
+            "depths": [1],
+            "out_hidden_size": 32,
+        },
+        "out_hidden_size": 128,
+        "projector_hidden_size": 32,
+    },
+    "nemo_speechlm": {"audio_config": {"head_config": {"audio_hidden_size": 32}}},
+    "nemotron_h_omni": {
+        "vision_config": {"video_temporal_patch_size": 2},
+        "vision_hidden_size": 32,
+        "projector_hidden_size": 32,
+    },
+    "phi4_multimodal": {
+        "vision_config": {"crop_size": 8, "image_size": 8, "image_token_id": IMAGE},
+        "audio_config": {"audio_token_id": AUDIO},
+    },
     "muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 32},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": VOCAB - 4},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": VOCAB - 4},
+    "qwen3_omni_moe": {
+        "talker_config": {
+            "text_config": {"shared_expert_intermediate_size": 16},
+            "spatial_merge_size": 2,
+        }
+    },
     "qwen2_audio": {"audio_config": _SOUND},
-    "qwen3_asr": {"audio_config": {"n_window": 8}},
+    "qwen3_asr": {"audio_config": {"n_window": 8, "n_window_infer": 16}},
     "voxtral": {"audio_config": _SOUND},
     "gemma4": {"vision_config": {"pooling_kernel_size": 2}},
     "internvl": {
@@ -178,9 +240,7 @@ def image_of(model: PreTrainedModel, seed: int = 0) -> Image | None:
         packed = ("pixel_values",) if "target_sizes" in arguments else ()
         for count in _counts(model, arguments):
             image = Image(count, arguments, types, token, packed)
-            other = {
-                name: -one if one.is_floating_point() else one for name, one in arguments.items()
-            }
+            other = _changed(arguments)
             ids = torch.tensor([image.prompt([5, 9], [11])])
             try:
                 with torch.no_grad():
@@ -193,6 +253,13 @@ def image_of(model: PreTrainedModel, seed: int = 0) -> Image | None:
             if not torch.equal(found, changed):
                 return image
     return None
+
+
+def _changed(arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Other numbers, of which the forward is to give other logits."""
+    found = {name: -one if one.is_floating_point() else one for name, one in arguments.items()}
+    is_text = not any(one.is_floating_point() for one in arguments.values())
+    return {name: one.flip(-1) for name, one in found.items()} if is_text else found
 
 
 def of_images(images: list[Image], ids: Tensor) -> dict[str, Tensor]:
@@ -240,7 +307,18 @@ def _forms(model: PreTrainedModel, rng: torch.Generator) -> Iterator[dict[str, T
         "pixel_values": random(1, 3, patch, 16 * patch),
         "target_sizes": grid[:, 1:].int(),
     }
+    yield {"pixel_values": flat[0], "image_grid_hw": grid[:, 1:]}
+    yield {
+        "pixel_values": flat,
+        "image_token_pooling": torch.arange(16).view(4, 4),
+        "image_grids": torch.tensor([[2, 2, 0, 0]]),
+    }
     # Whole images
+    yield {
+        "image_pixel_values": random(1, 2, 3, size, size),
+        "image_sizes": sizes,
+        "image_attention_mask": torch.ones(1, 2, size // patch, size // patch),
+    }
     yield {"pixel_values": pixels, "image_sizes": sizes}
     yield {"pixel_values": random(1, 3, 2 * size, 2 * size), "image_sizes": 2 * sizes}
     yield {
@@ -269,10 +347,24 @@ def _forms(model: PreTrainedModel, rng: torch.Generator) -> Iterator[dict[str, T
     longest = 2 * (getattr(audio, "max_source_positions", None) or 16)
     for length in dict.fromkeys((longest, 32, 3000)):
         heard, all_of_it = random(1, mels, length), torch.ones(1, length, dtype=torch.long)
+        yield {
+            "input_features": heard,
+            "input_features_mask": all_of_it,
+            "padding_mask": all_of_it,
+        }
         yield {"input_features": heard, "input_features_mask": all_of_it}
         yield {"input_features": heard, "feature_attention_mask": all_of_it}
         yield {"input_features": heard}
         yield {"input_features": heard.mT.contiguous()}
+
+    stacked = mels * (getattr(audio, "num_stacked_frames", None) or 1)
+    all_of_it = torch.ones(1, 8, dtype=torch.long)
+    yield {"input_features": random(1, 8, stacked), "input_features_mask": all_of_it}
+    # A protein
+    yield {
+        "protein_input_ids": torch.randint(4, 20, (1, 8), generator=rng),
+        "protein_attention_mask": all_of_it,
+    }
 
 
 def _counts(model: PreTrainedModel, arguments: Mapping[str, Tensor]) -> Sequence[int]:
@@ -295,5 +387,6 @@ def _counts(model: PreTrainedModel, arguments: Mapping[str, Tensor]) -> Sequence
 def _count(features: Any, size: int) -> int:
     """Rows of embeddings of tokens."""
     found = getattr(features, "pooler_output", features)
+    found = getattr(features, "last_hidden_state", None) if found is None else found
     listed = found if isinstance(found, (list, tuple)) else [found]
     return sum(one.numel() // size for one in listed if isinstance(one, Tensor))

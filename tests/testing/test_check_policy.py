@@ -439,6 +439,12 @@ def test_without_hypothesis_the_error_says_what_to_install(
         check_policy(Steering)
 
 
+def test_without_the_file_for_images_no_case_has_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpolicy.testing.conformance.is_there", lambda _: False)
+    report = check_policy("streaming", max_examples=3)
+    assert (report.checked["images"], "file is missing" in report.refused["images"]) == (0, True)
+
+
 def test_a_factory_that_returns_the_same_policy_is_refused() -> None:
     one = Steering()
     with pytest.raises(ConformanceError, match="building"):

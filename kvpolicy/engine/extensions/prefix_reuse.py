@@ -176,6 +176,8 @@ class PrefixReuse(Extension):
             keys = block_keys(root, seq.prompt[:-1], block)
             progress = _Progress(root, keys, chained(root, (_WHOLE, *seq.prompt)))
             progress.is_fresh = seq.request.resume is None
+            if seq.request.images is not None:  # equal tokens, and other rows for other images
+                progress.root, progress.is_fresh = b"", False
             self._progress[seq] = progress
 
     def advance(self, sequences: abc.Sequence[Sequence]) -> None:

@@ -70,6 +70,12 @@ class Snapshots(Extension):
         Raises:
             SnapshotError: If sequences cannot be copied.
         """
+        if seq.embedded is not None:  # what enters for its tokens is no part of a snapshot
+            msg = (
+                "no snapshot is taken while a prompt with images is brought in; take it once the "
+                "request has its first token"
+            )
+            raise SnapshotError(msg)
         ended, seq.finish_reason = seq.finish_reason, None  # only what goes on can fail
         try:
             self._core.evictor.settle()

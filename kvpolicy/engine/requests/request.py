@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 from attrs.validators import optional
+from torch import Tensor
 
 from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import KVPolicyError, shown
@@ -171,6 +172,27 @@ def _is_snapshot(instance: object, attribute: object, value: Any) -> None:
         raise KVPolicyError(msg)
 
 
+# What a processor returns of the tokens, which are given as the prompt.
+_OF_TOKENS = ("input_ids", "attention_mask")
+
+
+def _image_tensors(images: Any) -> dict[str, Tensor] | None:
+    """Tensors by the name of an argument of the model's forward; ``None``: there are none."""
+    if images is None:
+        return None
+    is_mapping = isinstance(images, Mapping)
+    found = (
+        {name: one for name, one in images.items() if name not in _OF_TOKENS} if is_mapping else {}
+    )
+    if not found or not all(isinstance(one, Tensor) for one in found.values()):
+        msg = (
+            f"images were given as {shown(images)}; give the tensors that the model's processor "
+            "returns beside input_ids, by their names"
+        )
+        raise KVPolicyError(msg)
+    return found
+
+
 @attrs.frozen
 class Request:
     """One prompt and how to continue it.
@@ -199,6 +221,8 @@ class Request:
         prompt_logprobs: Asks for `Result.prompt_logprobs` likewise; refused where the plan evicts
             rows of as many tokens, as they are computed before rows are evicted.
         include_stop: Whether the text of the result has the stop string that has ended it.
+        images: What the model's processor returns beside ``input_ids`` for a prompt with images, by
+            name, such as ``pixel_values``; the prompt is these ``input_ids``, of one row.
     """
 
     prompt: str | Sequence[int] = ()
@@ -222,6 +246,9 @@ class Request:
         default=None, validator=optional(_integer(0)), kw_only=True
     )
     include_stop: bool = attrs.field(default=False, kw_only=True)
+    images: Mapping[str, Tensor] | None = attrs.field(
+        default=None, converter=_image_tensors, kw_only=True, eq=False, repr=False
+    )
 
     @property
     def goes_on(self) -> bool:

@@ -50,9 +50,17 @@ class Student:
         """Take a model; its parameters are to be frozen by the caller.
 
         Raises:
-            KVPolicyError: It has no decoder layers with an attention of their own.
+            KVPolicyError: It has no decoder layers with an attention of their own, or its rows are
+                latents, of which the attention that is trained with knows nothing.
         """
         self.model = model
+        if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+            msg = (
+                f"gates cannot be trained for {type(model).__name__}: its rows are latents that "
+                "all heads share, and gates are trained on keys and values of heads; choose a "
+                "model without latent attention, such as Llama or Qwen"
+            )
+            raise KVPolicyError(msg)
         layers = getattr(model.get_decoder(), "layers", None)
         found = [getattr(layer, "self_attn", None) for layer in layers or ()]
         self._attention = [module for module in found if isinstance(module, nn.Module)]
