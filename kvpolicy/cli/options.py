@@ -64,6 +64,13 @@ class WeightForm(Enum):
     int8 = "int8"
 
 
+class Where(Enum):
+    """Where a command computes."""
+
+    here = "here"
+    ray = "ray"
+
+
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?(?:([kmgt])(i?))?b?", re.IGNORECASE | re.ASCII)
 

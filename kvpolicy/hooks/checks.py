@@ -56,6 +56,16 @@ def _tensor_problem(
     return _placement_problem(answer, device)
 
 
+def _flags_problem(
+    answer: object, shape: Sequence[int], letters: str, device: torch.device | None = None
+) -> str | None:
+    problem = _tensor_problem(answer, shape, letters, device)
+    if problem is not None:
+        return problem
+    assert isinstance(answer, Tensor)
+    return None if answer.dtype == torch.bool else f"returned {answer.dtype}; expected bool"
+
+
 def _placement_problem(answer: Tensor, device: torch.device | None) -> str | None:
     """Check layout and device; without a device the CPU is expected."""
     if answer.layout is not torch.strided:
@@ -187,20 +197,12 @@ def _mask_problem(answer: Tensor, budget: int, present: Tensor | None) -> str | 
 
 def protect_problem(answer: object, positions: Tensor) -> str | None:
     """Check an answer to `protect`."""
-    problem = _tensor_problem(answer, positions.shape, "[B, H_kv, T]", positions.device)
-    if problem is not None:
-        return problem
-    assert isinstance(answer, Tensor)
-    return None if answer.dtype == torch.bool else f"returned {answer.dtype}; expected bool"
+    return _flags_problem(answer, positions.shape, "[B, H_kv, T]", positions.device)
 
 
 def due_problem(answer: object, num_sequences: int) -> str | None:
     """Check the answer to `due`."""
-    problem = _tensor_problem(answer, [num_sequences], "[B]")
-    if problem is not None:
-        return problem
-    assert isinstance(answer, Tensor)
-    return None if answer.dtype == torch.bool else f"returned {answer.dtype}; expected bool"
+    return _flags_problem(answer, [num_sequences], "[B]")
 
 
 def lookahead_problem(answer: object, lookahead_size: int, vocab_size: int) -> str | None:

@@ -22,6 +22,7 @@ from kvpolicy.cli.options import (
     SOME_FAILED,
     DecoderOptions,
     PolicyOptions,
+    Where,
     choose_plan,
     examples,
     parse_bytes,
@@ -50,13 +51,6 @@ NETWORK, LIMITS, RAY = "Network", "Limits", "Several machines"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_OF_NAME = 256  # characters, as in bodies
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/?#@,]+")
-
-
-class Where(Enum):
-    """Where the model is."""
-
-    here = "here"
-    ray = "ray"
 
 
 class LogFormat(Enum):

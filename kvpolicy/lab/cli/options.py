@@ -16,6 +16,7 @@ from kvpolicy.cli.options import (
     SLOTS,
     TEMPERATURE,
     TOP_P,
+    Where,
     parse_names,
     split_list,
 )
@@ -39,13 +40,6 @@ class SplitName(Enum):
     test = "test"
     tune = "tune"
     train = "train"
-
-
-class Where(Enum):
-    """Where a sweep runs."""
-
-    here = "here"
-    ray = "ray"
 
 
 PresetName = Annotated[

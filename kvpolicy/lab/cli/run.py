@@ -16,6 +16,7 @@ from kvpolicy.cli.options import (
     SOME_FAILED,
     GenerationOptions,
     Json,
+    Where,
     examples,
 )
 from kvpolicy.cli.prefix_options import PrefixOptions, prefix_store
@@ -75,7 +76,7 @@ def run(
             rich_help_panel=_ANSWERS,
         ),
     ] = False,
-    on: options.On = options.Where.here,
+    on: options.On = Where.here,
     ray_address: options.RayAddress = None,
     workers: Annotated[
         int | None,

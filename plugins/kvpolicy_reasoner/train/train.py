@@ -178,20 +178,7 @@ def claim_folder(output: Path, identity: RunIdentity, *, resume: bool) -> None:
     except OSError as error:
         msg = f"--output {output} cannot be written: {error.strerror}; give another folder"
         raise OutputError(msg) from error
-    write_text(output / IDENTITY, json.dumps(expected, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically.
-
-    Args:
-        path: The file.
-        text: Its contents.
-
-    Raises:
-        OutputError: The file cannot be written.
-    """
-    atomic_write(path, text)
+    atomic_write(output / IDENTITY, json.dumps(expected, indent=2) + "\n")
 
 
 def _check_owner(output: Path, expected: dict[str, int | str], *, resume: bool) -> None:
@@ -277,7 +264,7 @@ def rewind_log(path: Path, step: int) -> None:
         step: Steps done at the checkpoint.
     """
     kept = [record for record in read_records(path) if record.step <= step]
-    write_text(path, "".join(json.dumps(attrs.asdict(record)) + "\n" for record in kept))
+    atomic_write(path, "".join(json.dumps(attrs.asdict(record)) + "\n" for record in kept))
 
 
 _NUM_HELD_OUT = 2000
@@ -383,7 +370,7 @@ def train(
         run_distributed(workers, run, lead=attrs.evolve(run, report=report))
         if last == identity.num_steps:
             overlap = count_overlap(identity.data_plan)
-            write_text(output / OVERLAP, json.dumps(attrs.asdict(overlap), indent=2) + "\n")
+            atomic_write(output / OVERLAP, json.dumps(attrs.asdict(overlap), indent=2) + "\n")
     finally:
         lock.release()
     return output / MODEL
