@@ -13,6 +13,12 @@ from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from triton_device import DEVICE
 
+from kvpolicy.cache.eager_step import EagerStep
+from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.cache.shape import Slab
+from kvpolicy.model import fused_prompts
+from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.forward_input import ForwardInput
 from kvpolicy.model.fused import operators, triton_kernels
 from kvpolicy.model.fused.record import record
 from kvpolicy.model.fused.rewrite import fuse
@@ -139,6 +145,31 @@ def test_a_whole_step_is_as_near_to_exact_numbers_as_a_plain_one(dtype: torch.dt
                 name = node.target._schema.name.removeprefix("kvpolicy::")
                 node.target = getattr(triton_kernels, name)
         assert_as_near(recording.program()(), recording.output, logits(exact_model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_are_as_near_to_exact_numbers_as_plain_ones(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an engine runs them on a GPU; their tokens have the strides of joint products, too."""
+    operations = ("norm", "add_norm", "rotate", "gate")
+    kernels = {
+        getattr(torch.ops.kvpolicy, name).default: getattr(triton_kernels, name)
+        for name in operations
+    }
+    monkeypatch.setattr(fused_prompts, "kernels_on", lambda _: kernels)
+    model = deepcopy(family_model("qwen3")).to(DEVICE, dtype)
+    adapter, exact = ModelAdapter(model), ModelAdapter(deepcopy(model).double())
+    tokens = torch.randint(1, 60, (2, 5), generator=torch.Generator().manual_seed(0))
+
+    def logits(of: ModelAdapter, *, fuses: bool) -> Tensor:
+        shapes = of.layer_shapes()
+        step = EagerStep(KVCache(shapes, [Slab(5)] * len(shapes), 2), [0, 1], [5, 5])
+        return of.forward(ForwardInput(tokens, step, fuses=fuses))[0]
+
+    found = logits(adapter, fuses=True)
+    assert adapter.prompts_problem is None
+    assert_as_near(found, logits(adapter, fuses=False), logits(exact, fuses=False))
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU runs the operators that are replaced")
