@@ -1,6 +1,7 @@
 """`kvpolicy epicache`: a store is built, asked and measured; mistakes are one sentence."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,25 @@ def test_conversations_of_a_file(kvpolicy: Shell, tmp_path: Path) -> None:
     raw = kvpolicy(*words, tmp_path / "raw", "--raw")
     assert raw.json["tokens"] < made.json["tokens"]
     assert "chat template" not in raw.err
+
+
+def test_the_plan_may_have_a_share_for_a_budget_and_a_policy_of_a_file(
+    kvpolicy: Shell, tmp_path: Path
+) -> None:
+    file, plugin = tmp_path / "talk.jsonl", tmp_path / "mine.py"
+    talk = {"utterances": [" wax is 9."], "questions": [{"question": " And?", "answer": "9"}]}
+    file.write_text(json.dumps(talk) + "\n")
+    plugin.write_text(
+        "from kvpolicy import hookimpl\n\n\nclass Twice:\n    @hookimpl(wrapper=True)\n"
+        "    def score(self):\n        return 2 * (yield)\n"
+    )
+    words = ("--budget", "25%", "--length", 80, "--plugin", plugin, "--policy", "epicache+twice")
+    made = kvpolicy("epicache", "build", file, "--raw", *words, "--output", tmp_path / "store")
+    assert made.status == 0, made.err
+    plan = tomllib.loads((tmp_path / "store" / "plan.toml").read_text())
+    assert "twice" in str(plan)
+    budgets = {plan.get("budget"), *(one.get("budget") for one in plan.get("layers", []))}
+    assert budgets - {None} == {20}
 
 
 @pytest.mark.parametrize(
