@@ -35,7 +35,7 @@ MULTIPLY = {
     "attend in segments",
     "exempt pairs",
 }
-IN_PLACE = {"compact", "compact behind prompts", "drop oldest"}
+IN_PLACE = {"compact", "compact behind prompts", "compact from a staging area", "drop oldest"}
 
 
 @pytest.fixture(scope="module")
