@@ -2,7 +2,6 @@
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from serving import BODY, Running, break_engine, plans_of, serving, until
 
 from kvpolicy.hooks import discovery
-from kvpolicy.serve import logs
 
 SECRET = "xq7zw"  # in what a policy or a library raises; it could be a part of a prompt
 LONG = {"model": "tiny:failing", "prompt": "a" * 40}  # is compacted
@@ -26,14 +24,6 @@ class Failing:
     def score(self, keys: Tensor) -> Tensor:
         {fail}
 """
-
-
-@pytest.fixture
-def lines() -> Iterator[io.StringIO]:
-    """The log, as JSON lines."""
-    stream = io.StringIO()
-    with logs.logging_to(stream, as_json=True):
-        yield stream
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -129,14 +128,6 @@ def test_servers_of_one_process_count_for_themselves() -> None:
 
 
 # Logs
-
-
-@pytest.fixture
-def lines() -> Iterator[io.StringIO]:
-    """The log, as JSON lines."""
-    stream = io.StringIO()
-    with logs.logging_to(stream, as_json=True):
-        yield stream
 
 
 def records(lines: io.StringIO) -> list[dict[str, Any]]:
