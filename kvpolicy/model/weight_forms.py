@@ -156,17 +156,17 @@ class Int8(Weights):
         return Packed.problem(torch.float32)
 
     def _multiply_few(self, rows: Tensor) -> Tensor:
-        from kvpolicy.model.numba_products import multiply
+        from kvpolicy.model.numba_products import multiply, num_columns
         from kvpolicy.numba_common import is_forked, take_threads
 
         if is_forked():
             return self._multiply_many(rows)
 
         def in_numba(rows: Tensor) -> Tensor:
-            products = torch.empty(len(rows), len(self._scales))
+            products = torch.empty(len(rows), num_columns(len(self._scales)))
             take_threads()
             multiply(rows.numpy(), self._integers.numpy(), self._scales.numpy(), products.numpy())
-            return products
+            return products[:, : len(self._scales)]
 
         products: Tensor = call_opaque(in_numba, rows.float().contiguous())
         return products

@@ -7,8 +7,10 @@ from decode_cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from integer_cases import BITS, PAIRS, check_integers, check_integers_in_segments, number_rows
+from strategies import seeds
 from torch import Tensor
 
+from kvpolicy.attention.base import DecodeLayer
 from kvpolicy.attention.choose import backend_for
 from kvpolicy.attention.integers import bytes_of_row, dequantize, quantize
 from kvpolicy.attention.torch_backend.backend import FixedShapesBackend, TorchBackend
@@ -110,3 +112,39 @@ def test_decode_attends_to_integers_in_segments_as_loops_do(
     name, case, num_free, bits, exact
 ) -> None:
     check_integers_in_segments(case, num_free, bits, BACKENDS[name](case.dtype), exact)
+
+
+@given(
+    cases(adjacent=True, capacities=SIZES, dims=[16, 80, 128], groups=[2, 5, 7]),
+    st.sampled_from(PAIRS),
+    st.sampled_from([0, 1, 30]),
+)
+def test_decode_attends_to_heads_and_groups_of_other_sizes_as_loops_do(case, bits, exact) -> None:
+    check_integers(case, bits, backend_for(CPU, case.dtype), exact)
+
+
+@given(
+    st.sampled_from([1, 70, 300]),
+    st.sampled_from([(16, 1), (64, 3), (80, 5), (128, 4)]),
+    st.sampled_from([0.0, 3.0, -200.0]),
+    seeds,
+)
+def test_logits_of_codes_are_as_exact_as_sums_in_fp32(num_rows, sizes, around, seed) -> None:
+    """A logit is off by a share of its largest terms, and an output by twice as much of a value."""
+    (dim, group), rng = sizes, torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(1, 1, num_rows, dim, generator=rng) for _ in range(2))
+    keys += around
+    query = torch.randn(1, group, dim, generator=rng)
+    stored = [quantize(one, 8) for one in (keys, values)]
+    counts = torch.tensor([[num_rows - 1]]), torch.tensor([num_rows - 1]), torch.tensor([True])
+    positions = torch.arange(num_rows).view(1, 1, -1)
+    layer = DecodeLayer(*stored, positions, *counts, key_bits=8, value_bits=8)
+    new = {"query": query, "key": keys[:, :, -1], "value": values[:, :, -1]}
+    found = backend_for(CPU, torch.float32).bind(layer)(**new, scaling=dim**-0.5)[0]
+
+    rows, of_rows = (dequantize(one[0, 0], dim, 8, torch.float64) for one in stored)
+    logits = query[0].double() @ rows.T * dim**-0.5
+    wanted = logits.softmax(dim=-1) @ of_rows
+    steps, least = stored[0][0, 0, :, dim:].contiguous().view(torch.bfloat16).double().unbind(-1)
+    terms = query[0].double().abs().sum(-1).max() * (least.abs() + 255 * steps).max() * dim**-0.5
+    assert (found - wanted).abs().max() <= (2 * terms + 1) * 1e-6 * of_rows.abs().max()

@@ -150,6 +150,14 @@ def test_rows_that_are_attended_to_in_parts_are_those_of_loops(case: Case) -> No
 
 
 @needs_numba
+@given(case=cases(adjacent=True, dims=[16, 80, 128], groups=[2, 5, 7]))
+def test_heads_and_groups_of_other_sizes_are_those_of_loops(case: Case) -> None:
+    wanted = expected(case)
+    output = attend(case.layer, **case.new)
+    assert_as_expected(case, output, wanted, sums_tolerance=TOLERANCE[case.dtype])
+
+
+@needs_numba
 @given(case=cases(adjacent=True, capacities=[1, 9, 70, 300]))
 def test_a_slot_equals_itself_alone_to_the_bit(case: Case) -> None:
     alone = [attended_alone(case, slot) for slot in range(len(case.layer.keys))]

@@ -69,6 +69,8 @@ def cases(
     adjacent: bool = False,
     one_size: bool = True,
     capacities: Sequence[int] = (1, 9, 70, 150),
+    dims: Sequence[int] = (8, 20, 64),
+    groups: Sequence[int] = (1, 3, 4, 8),
     device: torch.device | str = "cpu",
 ) -> Case:
     """Cases on a device, with some number in rows that are not held.
@@ -78,8 +80,8 @@ def cases(
     The slots of a layer may be adjacent, or lie among those of other layers.
     """
     slots, heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    group = draw(st.sampled_from([1, 3, 4, 8]))
-    dim = draw(st.sampled_from([8, 20, 64]))
+    group = draw(st.sampled_from(groups))
+    dim = draw(st.sampled_from(dims))
     value_dim = dim if one_size else draw(st.sampled_from([dim, 12, 40]))
     capacity = draw(st.sampled_from(capacities))
     dtype = draw(st.sampled_from(list(TOLERANCE)))

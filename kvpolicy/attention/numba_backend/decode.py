@@ -19,19 +19,18 @@ from torch import Tensor
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.base import DecodeLayer, window_factor
 from kvpolicy.attention.integers import group_size
-from kvpolicy.attention.numba_backend.lanes import (
-    LANES,
-    WIDE,
-    fetch,
-    larger,
-    plus_product,
-    read,
-    repeated,
-    write,
-    write_sums,
-    zeros,
+from kvpolicy.attention.numba_backend.lanes import LANES, larger, read, repeated, write
+from kvpolicy.attention.numba_backend.rows import (
+    BF16,
+    FP16,
+    FP32,
+    num_near,
+    numbers,
+    put_exact,
+    read_scales,
+    store,
 )
-from kvpolicy.attention.numba_backend.rows import BF16, FP16, FP32, numbers, put_exact, store
+from kvpolicy.attention.numba_backend.tiles import add, can_read, multiply, rows_ahead
 from kvpolicy.attention.torch_backend.decode import drop_oldest, store_and_attend
 from kvpolicy.numba_common import FASTMATH, exp, is_forked, start_threads, take_threads
 from kvpolicy.opaque import call_opaque
@@ -46,82 +45,10 @@ _NO_SINKS = np.empty(0, dtype=np.float32)
 
 _FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
-_PART = 256  # rows of a task at most: enough tasks for all threads, and each is worth its start
-_AHEAD = 32  # rows that the processor is told of before they are read
-_BLOCK = 32  # rows that become numbers at once, which stay in the first cache
-
-
-@njit(fastmath=FASTMATH, error_model="numpy")
-def _dots(query, rows, first, logits):
-    """Logits of the heads of a group, ``[G, D]``, for rows ``[T, D]``, from a column on.
-
-    Four are written at once: there may be up to three more columns behind the last one.
-    """
-    (members, dim), num_rows = query.shape, rows.shape[0]
-    whole, wide = dim - dim % LANES, dim - dim % WIDE
-    for row in range(0, num_rows, 4):
-        second, third = min(row + 1, num_rows - 1), min(row + 2, num_rows - 1)
-        fourth = min(row + 3, num_rows - 1)
-        for i in range(0, 4 * dim, LANES):
-            fetch(rows, row + _AHEAD, i)
-        for member in range(members):
-            a = b = c = d = zeros()
-            for i in range(0, wide, WIDE):
-                for part in range(i, i + WIDE, LANES):
-                    own = read(query, member, part)
-                    a = plus_product(a, own, read(rows, row, part))
-                    b = plus_product(b, own, read(rows, second, part))
-                    c = plus_product(c, own, read(rows, third, part))
-                    d = plus_product(d, own, read(rows, fourth, part))
-            for i in range(wide, whole, LANES):
-                own = read(query, member, i)
-                a = plus_product(a, own, read(rows, row, i))
-                b = plus_product(b, own, read(rows, second, i))
-                c = plus_product(c, own, read(rows, third, i))
-                d = plus_product(d, own, read(rows, fourth, i))
-            write_sums(logits, member, first + row, a, b, c, d)
-    for member in range(members if whole < dim else 0):
-        for row in range(num_rows):
-            number = np.float32(0)
-            for i in range(whole, dim):
-                number += query[member, i] * rows[row, i]
-            logits[member, first + row] += number
-
-
-@njit(fastmath=FASTMATH, error_model="numpy")
-def _add(weights, rows, first, output):
-    """Add rows ``[T, D]`` under weights ``[G, ...]``, from a column on, to ``[G, D]``."""
-    (members, dim), num_rows = output.shape, rows.shape[0]
-    whole, wide = dim - dim % LANES, dim - dim % WIDE
-    for i in range(0, wide, WIDE):
-        for member in range(members):
-            # As many sums as a processor adds to at a time.
-            a, b = read(output, member, i), read(output, member, i + LANES)
-            c, d = read(output, member, i + 2 * LANES), read(output, member, i + 3 * LANES)
-            for row in range(num_rows):
-                weight = repeated(weights[member, first + row])
-                for part in range(i, i + (WIDE if member == 0 else 0), LANES):
-                    fetch(rows, row + _AHEAD, part)
-                a = plus_product(a, weight, read(rows, row, i))
-                b = plus_product(b, weight, read(rows, row, i + LANES))
-                c = plus_product(c, weight, read(rows, row, i + 2 * LANES))
-                d = plus_product(d, weight, read(rows, row, i + 3 * LANES))
-            write(output, member, i, a)
-            write(output, member, i + LANES, b)
-            write(output, member, i + 2 * LANES, c)
-            write(output, member, i + 3 * LANES, d)
-    for i in range(wide, whole, LANES):
-        for member in range(members):
-            a = read(output, member, i)
-            for row in range(num_rows):
-                weight = repeated(weights[member, first + row])
-                a = plus_product(a, weight, read(rows, row, i))
-            write(output, member, i, a)
-    for member in range(members if whole < dim else 0):
-        for row in range(num_rows):
-            weight = weights[member, first + row]
-            for i in range(whole, dim):
-                output[member, i] += weight * rows[row, i]
+# Rows of a head that are a task: enough tasks for all threads, and each is worth its start.
+_PART, _LONG_PART = 256, 1024
+_MANY = 8  # tasks of a head, with which longer ones are enough
+_BLOCK = 64  # rows that become numbers at once, which stay in the first cache
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -170,41 +97,80 @@ def _attend(
         forms: The form of rows, and channels of a group, of keys and of values; and the form of
             exact copies, see `kvpolicy.attention.numba_backend.rows`.
         softcap: See `Decode`.
-        logits: Receives what the softmax reads, ``[G, >= T + 3]``, unless it is empty.
+        logits: Receives what the softmax reads, ``[G, >= T]``, unless it is empty.
         most: Receives the largest logit of each head, ``[G]``.
         total: Receives the sums of ``exp(logit - most)``, ``[G]``.
         output: Receives the sums of values by these factors, ``[G, V]``.
     """
     (members, dim), num_rows = query.shape, keys.shape[0]
     key_form, key_size, value_form, value_size, own_form = forms
-    scratch = np.empty((_BLOCK, dim), np.float32)
-    value_scratch = np.empty((_BLOCK, output.shape[1]), np.float32)
-    weights = np.empty((members, num_rows + 3), np.float32)
-    powers = np.empty(num_rows, np.int32)
-    for first in range(0, num_rows, _BLOCK):
+    # Vectors behind the last row are read as if it had no weight.
+    padded = (num_rows + LANES - 1) // LANES * LANES
+    weights = np.empty((members, padded + LANES), np.float32)
+    powers = np.empty(padded, np.int32)
+    steps, leasts = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
+    direct = num_rows - num_near(positions, newest, exact_keys)
+    direct = direct if can_read(key_form, dim) else 0
+    multiply(query, keys[:direct], key_form, rows_ahead(keys), 0, weights)
+    if key_form == 8:
+        read_scales(keys[:direct], dim, steps, leasts)
+        for member in range(members):
+            _scale_logits(query[member], steps, leasts, weights[member, :direct])
+    scratch = np.empty((_BLOCK if direct < num_rows else 0, dim), np.float32)
+    for first in range(direct, num_rows, _BLOCK):
         block = numbers(keys[first : first + _BLOCK], key_form, key_size, scratch)
         if exact_keys.shape[0]:
             put_exact(block, positions[first : first + _BLOCK], newest, exact_keys, own_form)
-        _dots(query, block, first, weights)
+        multiply(query, block.view(np.uint8), FP32, 0, first, weights)
     for member in range(members):
-        own = weights[member, :num_rows]
+        own = weights[member, :padded]
+        own[num_rows:] = -np.inf
         if softcap:
             for row in range(num_rows):
                 own[row] = softcap * np.tanh(own[row] / softcap)
         if logits.shape[0]:
-            logits[member, :num_rows] = own
-        most[member] = _most(weights[member : member + 1], num_rows)
+            logits[member, :num_rows] = own[:num_rows]
+        most[member] = _most(weights[member : member + 1], padded)
         exp(own, most[member], powers)
         number = np.float32(0)
-        for row in range(num_rows):
+        for row in range(padded):
             number += own[row]
         total[member] = number
     output[:] = 0
-    for first in range(0, num_rows, _BLOCK):
-        block = numbers(values[first : first + _BLOCK], value_form, value_size, value_scratch)
+    dim = output.shape[1]
+    direct = num_rows - num_near(positions, newest, exact_values)
+    direct = direct if can_read(value_form, dim) else 0
+    if value_form == 8:
+        read_scales(values[:direct], dim, steps, leasts)
+        for member in range(members):
+            output[member] = _scale_weights(steps, leasts, weights[member, :direct])
+    add(weights, values[:direct], value_form, rows_ahead(values), 0, output)
+    scratch = np.empty((_BLOCK if direct < num_rows else 0, dim), np.float32)
+    for first in range(direct, num_rows, _BLOCK):
+        block = numbers(values[first : first + _BLOCK], value_form, value_size, scratch)
         if exact_values.shape[0]:
             put_exact(block, positions[first : first + _BLOCK], newest, exact_values, own_form)
-        _add(weights, block, first, output)
+        add(weights, block.view(np.uint8), FP32, 0, first, output)
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _scale_logits(query, steps, leasts, logits):
+    """Make logits, ``[T]``, of products of a query ``[D]`` with codes, which stand for numbers."""
+    total = np.float32(0)
+    for i in range(query.shape[0]):
+        total += query[i]
+    for row in range(logits.shape[0]):
+        logits[row] = steps[row] * logits[row] + leasts[row] * total
+
+
+@njit(fastmath=FASTMATH, error_model="numpy")
+def _scale_weights(steps, leasts, weights):
+    """Make weights of codes of those of rows, ``[T]``; returns what each channel has besides."""
+    number = np.float32(0)
+    for row in range(weights.shape[0]):
+        number += weights[row] * leasts[row]
+        weights[row] *= steps[row]
+    return number
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")
@@ -281,7 +247,8 @@ def _tasks(positions, seq_len, live, bounds, capacity, rows, sliding_window):
                     unseen = seq_len[slot] - sliding_window
                     first += np.searchsorted(positions[slot, at, first:newest], unseen, "right")
                 spans[one] = first, newest + 1
-                before[one + 1] += (newest - first) // _PART + 1
+                num_rows = newest - first
+                before[one + 1] += max(min(num_rows // _PART, _MANY), num_rows // _LONG_PART) + 1
     tasks = np.empty((before[-1], 4), np.int64)
     for one in range(num_slots * num_heads):
         num_parts = before[one + 1] - before[one]
@@ -354,7 +321,10 @@ def _decode(
     tasks, before = _tasks(positions, seq_len, live, bounds, capacity, rows, sliding_window)
     num_tasks = len(tasks)
     accumulates = max(len(sums), len(squares), len(squares_logit), len(squares_logit2))
-    logits = np.empty((num_tasks if accumulates else 0, group, _PART + 3), np.float32)
+    longest = 0
+    for task in range(num_tasks):
+        longest = max(longest, tasks[task, 3] - tasks[task, 2])
+    logits = np.empty((num_tasks if accumulates else 0, group, longest), np.float32)
     most = np.empty((num_tasks, group), np.float32)
     total = np.empty((num_tasks, group), np.float32)
     parts = np.empty((num_tasks, group, value.shape[2]), np.float32)

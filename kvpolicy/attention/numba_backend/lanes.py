@@ -20,9 +20,9 @@ LANES = 16
 WIDE = 4 * LANES
 
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
-_FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
-_BYTES = ir.VectorType(ir.IntType(8), LANES)
-_SUMS = ir.VectorType(_FLOAT, 4)
+FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
+HALVES, BYTES = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.IntType(8), LANES)
+SUMS = ir.VectorType(_FLOAT, 4)
 
 
 class _Lanes(types.Type):
@@ -32,31 +32,37 @@ class _Lanes(types.Type):
         super().__init__(name=f"Lanes({LANES})")
 
 
-_lanes = _Lanes()
+lanes_type = _Lanes()
 
 
 @register_model(_Lanes)
 class _LanesModel(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, _FLOATS)
+        super().__init__(dmm, fe_type, FLOATS)
+
+
+def address(context, builder, kind, place, element):
+    """The address of an element of an array of some type; ``place``: array, row, column."""
+    array, row, column = place
+    array = context.make_array(kind)(context, builder, array)
+    stride = builder.extract_value(array.strides, 0)
+    size = stride.type(kind.dtype.bitwidth // 8)
+    offset = builder.add(builder.mul(row, stride), builder.mul(column, size))
+    return cgutils.pointer_add(builder, array.data, offset, ir.PointerType(element))
 
 
 def _at(context, builder, signature, args, element):
     """The address of an array's element, by the first three arguments: array, row, column."""
-    array = context.make_array(signature.args[0])(context, builder, args[0])
-    stride = builder.extract_value(array.strides, 0)
-    size = stride.type(signature.args[0].dtype.bitwidth // 8)
-    offset = builder.add(builder.mul(args[1], stride), builder.mul(args[2], size))
-    return cgutils.pointer_add(builder, array.data, offset, ir.PointerType(element))
+    return address(context, builder, signature.args[0], args[:3], element)
 
 
 def _read(context, builder, signature, args, element, align):
     return builder.load(_at(context, builder, signature, args, element), align=align)
 
 
-def _splat(builder, number):
+def splat(builder, number):
     """A vector of one number."""
-    first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, _INT(0))
+    first = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), number, _INT(0))
     return builder.shuffle_vector(first, first, ir.Constant(_INTS, [0] * LANES))
 
 
@@ -72,9 +78,9 @@ def zeros(typingctx):
     """A vector of zeros."""
 
     def make(context, builder, signature, args):
-        return ir.Constant(_FLOATS, [0.0] * LANES)
+        return ir.Constant(FLOATS, [0.0] * LANES)
 
-    return _lanes(), make
+    return lanes_type(), make
 
 
 @intrinsic
@@ -82,9 +88,9 @@ def read(typingctx, array, row, column):
     """Numbers from a column on."""
 
     def make(context, builder, signature, args):
-        return _read(context, builder, signature, args, _FLOATS, 4)
+        return _read(context, builder, signature, args, FLOATS, 4)
 
-    return _lanes(array, types.intp, types.intp), make
+    return lanes_type(array, types.intp, types.intp), make
 
 
 @intrinsic
@@ -107,42 +113,45 @@ def write(typingctx, array, row, column, lanes):
     """Write numbers from a column on."""
 
     def make(context, builder, signature, args):
-        builder.store(args[3], _at(context, builder, signature, args, _FLOATS), align=4)
+        builder.store(args[3], _at(context, builder, signature, args, FLOATS), align=4)
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, types.intp, _lanes), make
+    return types.void(array, types.intp, types.intp, lanes_type), make
 
 
-def _codes(part, signed=False):
+def of_codes(builder, codes, signed=False):
+    """Whole numbers of bytes."""
+    wide = builder.sext(codes, _INTS) if signed else builder.zext(codes, _INTS)
+    return builder.sitofp(wide, FLOATS)
+
+
+def _codes(part):
     """A function that reads bytes as numbers, having done something to the bytes."""
 
     @intrinsic
     def read_codes(typingctx, array, row, column):
         def make(context, builder, signature, args):
-            codes = part(builder, _read(context, builder, signature, args, _BYTES, 1))
-            widen = builder.sext if signed else builder.zext
-            return builder.sitofp(widen(codes, _INTS), _FLOATS)
+            codes = part(builder, _read(context, builder, signature, args, BYTES, 1))
+            return of_codes(builder, codes)
 
-        return _lanes(array, types.intp, types.intp), make
+        return lanes_type(array, types.intp, types.intp), make
 
     return read_codes
 
 
 #: Numbers of bytes from a column on; those of their lower and of their upper four bits.
 read_bytes = _codes(lambda builder, codes: codes)
-read_lower = _codes(lambda builder, codes: builder.and_(codes, ir.Constant(_BYTES, [15] * LANES)))
-read_upper = _codes(lambda builder, codes: builder.lshr(codes, ir.Constant(_BYTES, [4] * LANES)))
-#: Numbers of bytes with a sign.
-read_signed = _codes(lambda builder, codes: codes, signed=True)
+read_lower = _codes(lambda builder, codes: builder.and_(codes, ir.Constant(BYTES, [15] * LANES)))
+read_upper = _codes(lambda builder, codes: builder.lshr(codes, ir.Constant(BYTES, [4] * LANES)))
 
 
-def _of_bf16(builder, halves, integers, floats):
+def of_bf16(builder, halves, integers=_INTS, floats=FLOATS):
     """bf16 are the upper half of a number in fp32."""
     wide = builder.zext(halves, integers)
     return builder.bitcast(builder.shl(wide, _constant(integers, 16)), floats)
 
 
-def _of_fp16(builder, halves, integers, floats):
+def of_fp16(builder, halves, integers=_INTS, floats=FLOATS):
     """fp16 have 5 bits for the exponent, which counts from 15, and fp32 8, from 127.
 
     So their bits, moved, are a number that is 2^112 times too small; and the largest exponent
@@ -180,18 +189,23 @@ def _halves(widen):
     @intrinsic
     def read_several(typingctx, array, row, column):
         def make(context, builder, signature, args):
-            kind = ir.VectorType(ir.IntType(16), LANES)
-            halves = _read(context, builder, signature, args, kind, 1)
-            return widen(builder, halves, _INTS, _FLOATS)
+            halves = _read(context, builder, signature, args, HALVES, 1)
+            return widen(builder, halves, _INTS, FLOATS)
 
-        return _lanes(array, types.intp, types.intp), make
+        return lanes_type(array, types.intp, types.intp), make
 
     return read_one, read_several
 
 
 #: The number whose bf16, or fp16, are two bytes from a column on; and as many as there are lanes.
-read_bf16, read_several_bf16 = _halves(_of_bf16)
-read_fp16, read_several_fp16 = _halves(_of_fp16)
+read_bf16, read_several_bf16 = _halves(of_bf16)
+read_fp16, read_several_fp16 = _halves(of_fp16)
+
+
+def fused(builder, lanes, one, other):
+    """``lanes + one * other``, which may be rounded once."""
+    product = builder.fmul(one, other, flags=("contract",))
+    return builder.fadd(lanes, product, flags=("contract",))
 
 
 @intrinsic
@@ -199,10 +213,9 @@ def plus_product(typingctx, lanes, one, other):
     """``lanes + one * other``."""
 
     def make(context, builder, signature, args):
-        product = builder.fmul(args[1], args[2], flags=("contract",))
-        return builder.fadd(args[0], product, flags=("contract",))
+        return fused(builder, *args)
 
-    return _lanes(_lanes, _lanes, _lanes), make
+    return lanes_type(lanes_type, lanes_type, lanes_type), make
 
 
 @intrinsic
@@ -210,9 +223,9 @@ def repeated(typingctx, number):
     """A vector of one number."""
 
     def make(context, builder, signature, args):
-        return _splat(builder, args[0])
+        return splat(builder, args[0])
 
-    return _lanes(types.float32), make
+    return lanes_type(types.float32), make
 
 
 @intrinsic
@@ -222,7 +235,7 @@ def plus(typingctx, one, other):
     def make(context, builder, signature, args):
         return builder.fadd(*args)
 
-    return _lanes(_lanes, _lanes), make
+    return lanes_type(lanes_type, lanes_type), make
 
 
 @intrinsic
@@ -232,7 +245,7 @@ def larger(typingctx, one, other):
     def make(context, builder, signature, args):
         return builder.select(builder.fcmp_ordered(">", *args), *args)
 
-    return _lanes(_lanes, _lanes), make
+    return lanes_type(lanes_type, lanes_type), make
 
 
 @intrinsic
@@ -240,27 +253,31 @@ def write_sums(typingctx, array, row, column, first, second, third, fourth):
     """Write the sums over the lanes of four vectors, from a column on."""
 
     def make(context, builder, signature, args):
-        found = args[3:]
-        size = LANES
-        # Halves are added until a vector has four parts of LANES / 4 lanes, one of each sum.
-        while len(found) > 1:
-            size //= 2
-            parts = range(0, LANES, 2 * size)
-            lower = [lane for part in parts for lane in range(part, part + size)]
-            lower += [LANES + lane for lane in lower]
-            upper = [lane + size for lane in lower]
-            found = [
-                builder.fadd(_picked(builder, *pair, lower), _picked(builder, *pair, upper))
-                for pair in zip(found[::2], found[1::2], strict=True)
-            ]
-        (sums,) = found
-        while size > 1:
-            size //= 2
-            moved = _picked(builder, sums, sums, [lane ^ size for lane in range(LANES)])
-            sums = builder.fadd(sums, moved)
-        sums = _picked(builder, sums, sums, range(0, LANES, LANES // 4))
-        builder.store(sums, _at(context, builder, signature, args, _SUMS), align=4)
+        sums = sums_of_four(builder, args[3:])
+        builder.store(sums, _at(context, builder, signature, args, SUMS), align=4)
         return context.get_dummy_value()
 
-    index = types.intp
-    return types.void(array, index, index, _lanes, _lanes, _lanes, _lanes), make
+    index, lanes = types.intp, lanes_type
+    return types.void(array, index, index, lanes, lanes, lanes, lanes), make
+
+
+def sums_of_four(builder, found):
+    """The sums over the lanes of four vectors, as a vector of four numbers."""
+    size = LANES
+    # Halves are added until a vector has four parts of LANES / 4 lanes, one of each sum.
+    while len(found) > 1:
+        size //= 2
+        parts = range(0, LANES, 2 * size)
+        lower = [lane for part in parts for lane in range(part, part + size)]
+        lower += [LANES + lane for lane in lower]
+        upper = [lane + size for lane in lower]
+        found = [
+            builder.fadd(_picked(builder, *pair, lower), _picked(builder, *pair, upper))
+            for pair in zip(found[::2], found[1::2], strict=True)
+        ]
+    (sums,) = found
+    while size > 1:
+        size //= 2
+        moved = _picked(builder, sums, sums, [lane ^ size for lane in range(LANES)])
+        sums = builder.fadd(sums, moved)
+    return _picked(builder, sums, sums, range(0, LANES, LANES // 4))

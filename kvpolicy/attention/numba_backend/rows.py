@@ -64,6 +64,24 @@ def numbers(stored, form, size, scratch):
 
 
 @njit(error_model="numpy")
+def read_scales(stored, dim, steps, leasts):
+    """Read step and least number of rows with a byte for each of so many channels."""
+    for row in range(stored.shape[0]):
+        steps[row] = read_bf16(stored, row, dim)
+        leasts[row] = read_bf16(stored, row, dim + 2)
+
+
+@njit(error_model="numpy")
+def num_near(positions, newest, ring):
+    """How many of some rows, the last ones, have exact copies, see `put_exact`."""
+    size, num_rows = ring.shape[0], positions.shape[0]
+    near = 0
+    while size and near < num_rows and positions[num_rows - 1 - near] > newest - size:
+        near += 1
+    return near
+
+
+@njit(error_model="numpy")
 def put_exact(rows, positions, newest, ring, form):
     """Put exact copies in the place of those of some rows that are near enough to a query.
 
@@ -74,13 +92,9 @@ def put_exact(rows, positions, newest, ring, form):
         ring: Bytes of the exact copies, ``[E, ...]``, see `kvpolicy.attention.exact`.
         form: Their form.
     """
-    size = ring.shape[0]
     scratch = np.empty((1, rows.shape[1]), np.float32)
-    for row in range(rows.shape[0] - 1, -1, -1):
-        position = positions[row]
-        if position <= newest - size:
-            break
-        place = position % size
+    for row in range(rows.shape[0] - num_near(positions, newest, ring), rows.shape[0]):
+        place = positions[row] % ring.shape[0]
         rows[row] = numbers(ring[place : place + 1], form, 0, scratch)[0]
 
 
