@@ -243,7 +243,7 @@ class Embedder:
                 continue
             if isinstance(value, Tensor) and value.shape[:2] == shape:
                 columns[name] = value
-            elif name in known and isinstance(value, (Tensor, list, tuple)):
+            elif name in known and isinstance(value, (Tensor, list, tuple, Mapping)):
                 others[name] = value
         masks = {
             int(column.sum()): name
@@ -254,7 +254,7 @@ class Embedder:
         for name, value in others.items():
             lengths = {len(one) for one in value if isinstance(one, Tensor)}
             mask = masks.get(lengths.pop()) if len(lengths) == 1 else None
-            if mask is None or isinstance(value, Tensor):
+            if mask is None or isinstance(value, (Tensor, Mapping)):
                 self._refuse(f"gives its decoder {name} beside the embeddings of tokens")
             marked[name] = mask, tuple(value)
         return columns, marked

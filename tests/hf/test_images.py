@@ -227,6 +227,12 @@ def test_a_snapshot_behind_an_image_goes_on_in_an_engine(tmp_path: Any) -> None:
     assert list(result.tokens) == answers(model, [whole], [image])[0]
 
 
+def test_what_belongs_to_no_token_is_refused() -> None:
+    model, (image, _) = seeing("Granite4VisionForConditionalGeneration")
+    with pytest.raises(ModelError, match="deepstack_features"):
+        answers(model, [image.prompt([5, 9], [7])], [image], PolicyCache(model, FULL))
+
+
 def test_keys_are_not_moved_behind_an_image() -> None:
     model, (image, _) = seeing(ROPE_IN_PLANES)
     plan = Plan.uniform("streaming", "rerotate", budget=8, buffer=4)

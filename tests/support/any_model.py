@@ -227,13 +227,14 @@ NEEDS: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 4},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "hunyuan_vl_text": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 1, 1]}},
-    "molmo2": {"adapter_config": {"vision_feature_layer": [0]}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [0], "text_hidden_size": 32}},
     "paddleocr_vl_text": _MROPE,
     "qwen2_5_omni_text": _MROPE,
     "qwen2_5_vl_text": _MROPE,
     "qwen2_vl_text": _MROPE,
     # Their masks have no window, or their attention is not told of it; checkpoints have none.
     "phimoe": {"sliding_window": None},
+    "qwen3_omni_moe_text": {"sliding_window": None},
     "qwen3_vl_moe_text": {"sliding_window": None},
     "qwen4_exp_text": {
         "layer_types": ["linear_attention", "indexed_attention"] * 2,

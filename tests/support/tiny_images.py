@@ -75,7 +75,12 @@ _OF_CLASSES: dict[str, dict[str, Any]] = {
     },
     "blip-2": {"num_query_tokens": 4},
     "dots3_note": {
-        "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32, "spatial_merge_size": 2},
+        "vision_config": {
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 32,
+            "spatial_merge_size": 2,
+            "mlp_layer_types": ["dense"],
+        },
         "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
     },
     "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [0]}},
@@ -125,7 +130,7 @@ _OF_CLASSES: dict[str, dict[str, Any]] = {
         "vision_config": {"intermediate_layers_indices": [0], "vision_output_dim": 64},
         "text_config": {"cross_attention_layers": [1]},
     },
-    "molmo2": {"vision_config": {"image_size": [8, 8]}},
+    "molmo2": {"video_token_id": IMAGE, "vision_config": {"image_size": [8, 8]}},
     "moss_transcribe_diarize": {"audio_config": _SOUND},
     "muse_spark": {
         "audio_config": {
@@ -138,7 +143,11 @@ _OF_CLASSES: dict[str, dict[str, Any]] = {
         "out_hidden_size": 128,
         "projector_hidden_size": 32,
     },
-    "nemo_speechlm": {"audio_config": {"head_config": {"audio_hidden_size": 32}}},
+    "qwen3_asr": {"audio_config": {"output_dim": 32}},
+    "nemo_speechlm": {
+        "word_timestamp_config": {"blank_token_id": VOCAB - 1},
+        "audio_config": {"diarization_config": {"head_config": {"audio_hidden_size": 32}}},
+    },
     "nemotron_h_omni": {
         "vision_config": {"video_temporal_patch_size": 2},
         "vision_hidden_size": 32,
@@ -158,7 +167,6 @@ _OF_CLASSES: dict[str, dict[str, Any]] = {
         }
     },
     "qwen2_audio": {"audio_config": _SOUND},
-    "qwen3_asr": {"audio_config": {"n_window": 8, "n_window_infer": 16}},
     "voxtral": {"audio_config": _SOUND},
     "gemma4": {"vision_config": {"pooling_kernel_size": 2}},
     "internvl": {
@@ -224,7 +232,9 @@ def tiny_seeing_model(class_name: str, **needs: Any) -> PreTrainedModel:
     config = tiny_config(config_class, given | own | needs)
     model = tiny_random_model(class_name, config)
     for name, weight in model.named_parameters():
-        if name.endswith(("_attn_gate", "_mlp_gate")):  # they let nothing of an image through
+        if name.endswith(
+            ("_attn_gate", "_mlp_gate", ".gate_attention", ".gate_ffw")
+        ):  # they let nothing of an image through
             weight.data.fill_(1.0)
     return model
 
@@ -317,10 +327,11 @@ def _forms(model: PreTrainedModel, rng: torch.Generator) -> Iterator[dict[str, T
     yield {
         "image_pixel_values": random(1, 2, 3, size, size),
         "image_sizes": sizes,
-        "image_attention_mask": torch.ones(1, 2, size // patch, size // patch),
+        "image_attention_mask": torch.ones(1, 2, size // patch, size // patch, dtype=torch.long),
     }
     yield {"pixel_values": pixels, "image_sizes": sizes}
     yield {"pixel_values": random(1, 3, 2 * size, 2 * size), "image_sizes": 2 * sizes}
+    yield {"pixel_values": random(1, 2, 3, size, size), "image_sizes": sizes}
     yield {
         "pixel_values": random(1, 3, 3, size, size),
         "image_sizes": torch.tensor([[size, 2 * size]]),
@@ -345,7 +356,7 @@ def _forms(model: PreTrainedModel, rng: torch.Generator) -> Iterator[dict[str, T
     )
     mels = getattr(audio, "num_mel_bins", None) or getattr(audio, "input_dim", None) or 80
     longest = 2 * (getattr(audio, "max_source_positions", None) or 16)
-    for length in dict.fromkeys((longest, 32, 3000)):
+    for length in dict.fromkeys((longest, 32, 100, 3000)):
         heard, all_of_it = random(1, mels, length), torch.ones(1, length, dtype=torch.long)
         yield {
             "input_features": heard,
@@ -381,7 +392,7 @@ def _counts(model: PreTrainedModel, arguments: Mapping[str, Tensor]) -> Sequence
     except Exception:
         return ()
     count = _count(found, model.config.get_text_config(decoder=True).hidden_size)
-    return (count,) if count else ()
+    return (count,) if count else range(1, _MOST_TOKENS)
 
 
 def _count(features: Any, size: int) -> int:

@@ -47,12 +47,12 @@ def walk(name: str) -> Row:
             model = tiny_seeing_model(name)
     except Exception as error:
         return row | {"why": f"a tiny one is not built: {error_summary(error)}"}
+    try:
+        PolicyCache(model, Plan.uniform("full"))
+    except KVPolicyError as error:
+        return row | {"verdict": "refused", "why": str(error)}
     images = image_of(model), image_of(model, seed=1)
     if None in images:
-        try:
-            PolicyCache(model, Plan.uniform("full"))
-        except KVPolicyError as error:
-            return row | {"verdict": "refused", "why": str(error)}
         takes_any = bool(image_arguments(model))
         return row | {"why": "no tiny image was found for it" if takes_any else "it takes no image"}
     first, second = images
