@@ -208,6 +208,8 @@ class Embedder:
             return reached.arguments
         except Exception as error:  # whatever code of the model may raise
             self._refuse(f"does not embed them: {error_summary(error)}")
+        finally:
+            self._twin.hand_back()
         self._refuse("does not call its decoder")
 
     def _planes(self, positions: object, is_real: np.ndarray) -> Tensor | None:

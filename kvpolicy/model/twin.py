@@ -36,6 +36,9 @@ _HOOKS = (
     "_forward_hooks_always_called",
 )
 
+# What transformers notes on a model once it has registered hooks that capture outputs of its parts.
+_CAPTURES = "_output_capturing_hooks_installed"
+
 
 class Twin:
     """Keeps a twin of a model that is up to date."""
@@ -72,6 +75,18 @@ class Twin:
         self._copies = copies
         return copies.twin
 
+    def hand_back(self) -> None:
+        """Note on the model what transformers has noted on the twin during a forward.
+
+        Parts of a model that capture outputs, as vision towers do, register hooks for it when they
+        are first called. They are in tables that model and twin share: had the model no note of
+        them, its next forward, or that of the next twin, would register and capture all twice.
+        """
+        if self._copies is not None:
+            for original, copied in self._copies.models:
+                if vars(copied).get(_CAPTURES) and not vars(original).get(_CAPTURES):
+                    setattr(original, _CAPTURES, True)
+
 
 class Copies:
     """One twin, and what the model was when it was made.
@@ -79,6 +94,7 @@ class Copies:
     Attributes:
         twin: The twin.
         seen: Dictionaries of the model, each with the values that it had.
+        models: The models in the tree, each with its copy.
     """
 
     def __init__(
@@ -95,6 +111,7 @@ class Copies:
             replaced: Modules to stand in the place of others, by the ``id`` of these.
         """
         self.seen: list[tuple[Mapping[str, Any], list[Any]]] = []
+        self.models: list[tuple[nn.Module, nn.Module]] = []
         self._attention = attention
         self._configs: dict[int, PreTrainedConfig] = {}
         self._modules: dict[int, nn.Module] = dict(replaced or {})
@@ -134,6 +151,8 @@ class Copies:
             return original
         twin = object.__new__(type(original))
         self._modules[id(original)] = twin
+        if isinstance(original, PreTrainedModel):
+            self.models.append((original, twin))
         self._watch(vars(original))
         self._watch(original._modules)
         vars(twin).update(

@@ -85,6 +85,23 @@ def test_an_engine_gives_the_tokens_of_generate(name: str) -> None:
     assert tokens(engine.generate([request(*one) for one in batch(name)]).results()) == expected
 
 
+@pytest.mark.parametrize("name", [PLAIN, ROPE_IN_PLANES])
+def test_a_model_whose_first_forward_is_that_of_an_engine_is_left_as_it_was(name: str) -> None:
+    fresh = seeing(name)[0].__class__(seeing(name)[0].config).eval()
+    fresh.load_state_dict(seeing(name)[0].state_dict())
+    prompt, image = batch(name)[0]
+    assert image is not None
+    expected = generated(name, prompt, image)
+    for _ in range(2):
+        (result,) = Engine(fresh, plan=FULL).generate([request(prompt, image)]).results()
+        assert tokens([result]) == [expected]
+        images = of_images([image], torch.tensor([prompt]))
+        settings = {"max_new_tokens": NEW, "do_sample": False, "suppress_tokens": [IMAGE]}
+        with torch.no_grad():
+            found = fresh.generate(**padded([prompt]), **images, **settings)
+        assert found[0, len(prompt) :].tolist() == expected
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("policy", KNOBS)
 @pytest.mark.parametrize("name", CLASSES)
