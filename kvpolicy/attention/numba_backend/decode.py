@@ -50,6 +50,9 @@ _PART, _LONG_PART = 256, 1024
 _MANY = 8  # tasks of a head, with which longer ones are enough
 _BLOCK = 64  # rows that become numbers at once, which stay in the first cache
 
+# Arguments of `multiply` and `add`; for literals Numba would compile them once more.
+_FIRST, _CACHED, _NUMBERS = np.int64(0), np.int64(0), np.int64(FP32)
+
 
 @njit(fastmath=FASTMATH, error_model="numpy")
 def _most(logits, num_rows):
@@ -111,7 +114,7 @@ def _attend(
     steps, leasts = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
     direct = num_rows - num_near(positions, newest, exact_keys)
     direct = direct if can_read(key_form, dim) else 0
-    multiply(query, keys[:direct], key_form, rows_ahead(keys), 0, weights)
+    multiply(query, keys[:direct], key_form, rows_ahead(keys), _FIRST, weights)
     if key_form == 8:
         read_scales(keys[:direct], dim, steps, leasts)
         for member in range(members):
@@ -121,7 +124,7 @@ def _attend(
         block = numbers(keys[first : first + _BLOCK], key_form, key_size, scratch)
         if exact_keys.shape[0]:
             put_exact(block, positions[first : first + _BLOCK], newest, exact_keys, own_form)
-        multiply(query, block.view(np.uint8), FP32, 0, first, weights)
+        multiply(query, block.view(np.uint8), _NUMBERS, _CACHED, first, weights)
     for member in range(members):
         own = weights[member, :padded]
         own[num_rows:] = -np.inf
@@ -144,13 +147,13 @@ def _attend(
         read_scales(values[:direct], dim, steps, leasts)
         for member in range(members):
             output[member] = _scale_weights(steps, leasts, weights[member, :direct])
-    add(weights, values[:direct], value_form, rows_ahead(values), 0, output)
+    add(weights, values[:direct], value_form, rows_ahead(values), _FIRST, output)
     scratch = np.empty((_BLOCK if direct < num_rows else 0, dim), np.float32)
     for first in range(direct, num_rows, _BLOCK):
         block = numbers(values[first : first + _BLOCK], value_form, value_size, scratch)
         if exact_values.shape[0]:
             put_exact(block, positions[first : first + _BLOCK], newest, exact_values, own_form)
-        add(weights, block.view(np.uint8), FP32, 0, first, output)
+        add(weights, block.view(np.uint8), _NUMBERS, _CACHED, first, output)
 
 
 @njit(fastmath=FASTMATH, error_model="numpy")

@@ -253,10 +253,11 @@ def of_form(form):
     multiply_two, add_two = _loops(form, 2)
     multiply_three, add_three = _loops(form, 3)
     multiply_four, add_four = _loops(form, 4)
+    none = np.int64(0)  # for a literal Numba would compile the loops once more
 
     @njit(error_model="numpy")
     def multiply_all(query, rows, ahead, first, logits):
-        whole, member = query.shape[1] - query.shape[1] % LANES, 0
+        whole, member = query.shape[1] - query.shape[1] % LANES, none
         while member < query.shape[0]:
             some = min(query.shape[0] - member, _TOGETHER)
             if some == 4:
@@ -271,7 +272,7 @@ def of_form(form):
 
     @njit(error_model="numpy")
     def add_all(weights, rows, ahead, first, output):
-        whole, member = output.shape[1] - output.shape[1] % LANES, 0
+        whole, member = output.shape[1] - output.shape[1] % LANES, none
         while member < output.shape[0]:
             some = min(output.shape[0] - member, _TOGETHER)
             if some == 4:
