@@ -337,6 +337,7 @@ def test_request_that_cannot_be_served_takes_no_number() -> None:
         "max_len": Request([1] * 8),
         "max_prompt_len": Request([1] * 7),
         "token id 99": Request([99]),
+        r"input_ids\[0\]": Request(torch.tensor([[5, 9]])),  # type: ignore[arg-type]
     }
     for message, request in refused.items():
         with pytest.raises(RequestError, match=message):

@@ -8,6 +8,8 @@ import operator
 from collections import abc
 from typing import Any
 
+import numpy as np
+
 from kvpolicy.engine.requests.detokenize import num_equal
 from kvpolicy.errors import RequestError, error_summary
 
@@ -130,4 +132,9 @@ def _token_id(token: object) -> int:
         return operator.index(token)  # type: ignore[arg-type]
     except TypeError:
         msg = f"the prompt holds {token!r:.60}; expected text or integer token ids"
+        if np.ndim(token) > 0:  # type: ignore[arg-type]
+            msg = (
+                "the prompt is a batch of rows, and one row of token ids was expected; give one, "
+                "such as input_ids[0]"
+            )
         raise RequestError(msg) from None
