@@ -11,6 +11,7 @@ Importing it needs the extra ``cpu``.
 import numpy as np
 from numba import njit, prange
 
+from kvpolicy.attention.numba_backend.kept import kept
 from kvpolicy.attention.numba_backend.lanes import LANES
 from kvpolicy.attention.numba_backend.tiles import SIGNED, of_form
 from kvpolicy.numba_common import FASTMATH, start_threads
@@ -37,7 +38,7 @@ def _dot(states, row, weights, n):
     return total
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@kept(parallel=True)
 def multiply(states, weights, scales, products):
     """Multiply rows with rounded weights.
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.base import DecodeLayer, window_factor
 from kvpolicy.attention.integers import group_size
+from kvpolicy.attention.numba_backend.kept import kept
 from kvpolicy.attention.numba_backend.lanes import LANES, larger, read, repeated, write
 from kvpolicy.attention.numba_backend.rows import (
     BF16,
@@ -289,7 +290,7 @@ def _ring(rings, slot, head):
     return rings[slot, head] if rings.shape[2] else rings[0, 0]
 
 
-@njit(_SIGNATURE, parallel=True, cache=True, error_model="numpy")
+@kept(_SIGNATURE, parallel=True)
 def _decode(
     query,
     key,

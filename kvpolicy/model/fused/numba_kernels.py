@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
+from kvpolicy.attention.numba_backend.kept import kept
 from kvpolicy.attention.numba_backend.lanes import (
     LANES,
     plus,
@@ -56,17 +57,15 @@ def _write_normed(states, row, weight, eps, out, to):
         out[to, i] = states[row, i] * inverse * weight[0, i]
 
 
-@njit(f"void({_ROWS}, {_ROWS}, f4, {_OUT})", cache=True, fastmath=FASTMATH, error_model="numpy")
+@kept(f"void({_ROWS}, {_ROWS}, f4, {_OUT})", fastmath=FASTMATH)
 def _norm(states, weight, eps, out):
     for row in range(states.shape[0]):
         _write_normed(states, row, weight, eps, out, row)
 
 
-@njit(
+@kept(
     f"void({_ROWS}, {_ROWS}, {_ROWS}, f4, {_OUT}, {_OUT})",
-    cache=True,
     fastmath=FASTMATH,
-    error_model="numpy",
 )
 def _add_norm(states, added, weight, eps, total, out):
     size = weight.shape[1]
@@ -97,11 +96,9 @@ def _write_rotated(states, row, slot, cos, sin, out, to):
         out[to, half + i] = second * cos[slot, half + i] + first * sin[slot, half + i]
 
 
-@njit(
+@kept(
     f"void({_HEADS}, {_HEADS}, {_ROWS}, {_ROWS}, {_ROWS}, {_ROWS}, f4, {_OUT_HEADS}, {_OUT_HEADS})",
-    cache=True,
     fastmath=FASTMATH,
-    error_model="numpy",
 )
 def _rotate(query, key, cos, sin, query_weight, key_weight, eps, query_out, key_out):
     scratch = np.empty((1, query.shape[2]), np.float32)
@@ -126,7 +123,7 @@ def _copy(states, row, numbers):
         numbers[0, i] = states[row, i]
 
 
-@njit(f"void({_ROWS}, {_ROWS}, {_OUT})", cache=True, fastmath=FASTMATH, error_model="numpy")
+@kept(f"void({_ROWS}, {_ROWS}, {_OUT})", fastmath=FASTMATH)
 def _gate(gate, up, out):
     size = out.shape[1]
     numbers, factors = np.empty((1, size), np.float32), np.empty((1, size), np.float32)
@@ -167,13 +164,13 @@ def _heads_at(address, num_slots, num_heads, dim, slot_stride, head_stride):
     )
 
 
-@njit("void(i8, i8, i8, i8, i8, i8, f4)", cache=True, error_model="numpy")
+@kept("void(i8, i8, i8, i8, i8, i8, f4)")
 def norm_at(rows, size, states, stride, weight, out, eps):
     """The norm of rows of so many numbers, by addresses; ``stride``: numbers from row to row."""
     _norm(_at(states, rows, stride), _at(weight, 1, size), eps, _at(out, rows, size))
 
 
-@njit("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, f4)", cache=True, error_model="numpy")
+@kept("void(i8, i8, i8, i8, i8, i8, i8, i8, i8, f4)")
 def add_norm_at(rows, size, states, stride, added, added_stride, weight, total, out, eps):
     """The sum of rows, and its norm, by addresses."""
     _add_norm(
@@ -186,7 +183,7 @@ def add_norm_at(rows, size, states, stride, added, added_stride, weight, total, 
     )
 
 
-@njit(f"void({', '.join(['i8'] * 18)}, f4)", cache=True, error_model="numpy")
+@kept(f"void({', '.join(['i8'] * 18)}, f4)")
 def rotate_at(
     slots,
     heads,
@@ -222,7 +219,7 @@ def rotate_at(
     )
 
 
-@njit("void(i8, i8, i8, i8, i8, i8, i8)", cache=True, error_model="numpy")
+@kept("void(i8, i8, i8, i8, i8, i8, i8)")
 def gate_at(rows, size, gate, gate_stride, up, up_stride, out):
     """``silu(gate) * up`` of rows, by addresses."""
     _gate(_at(gate, rows, gate_stride), _at(up, rows, up_stride), _at(out, rows, size))
