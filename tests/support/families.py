@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "no list of decoder layers",
     ),
     "stablelm": ({}, "arguments"),
-    "nemotron": ({}, "arguments|0 of its 2 layers use the cache"),
+    "nemotron": ({}, "attention itself|arguments"),
     "jetmoe": ({}, "attends with 4 key heads, more than it stores"),
     "falcon": ({}, "computes its attention itself"),
     "minimax": ({}, "one of its own class|5.17 or newer"),
