@@ -372,17 +372,19 @@ class ModelAdapter:
         Raises:
             ModelError: If the model does not use the cache or the attention function.
         """
-        has_images = given.embedded is not None
-        twin = (self._embedding_twin if has_images else self._twin).current()
-        step = given.step
-        if isinstance(step, StaticStep):
-            logits, given.states = self._run_static(twin, step, given)
-            return logits, given.states
+        copy = self._twin if given.embedded is None else self._embedding_twin
+        twin, step = copy.current(), given.step
         try:
+            if isinstance(step, StaticStep):
+                logits, given.states = self._run_static(twin, step, given)
+                return logits, given.states
             logits = self._run_eagerly(twin, step, given)
         except BaseException:
-            step.discard()
+            if isinstance(step, EagerStep):
+                step.discard()
             raise
+        finally:
+            copy.hand_back()
         if given.wants_logits:
             given.logits = logits
         return logits[:, -1], given.states

@@ -191,6 +191,15 @@ def test_model_is_unchanged(model: Any) -> None:
     assert state_of(model) == before
 
 
+def test_hidden_states_that_a_configuration_asks_for_are_captured_once_after_a_run() -> None:
+    model = tiny_model()
+    model.config.output_hidden_states = True
+    for _ in range(2):
+        assert engine_tokens(Engine(model, plan=FULL)) == cache_tokens(model)
+        output = model(torch.tensor([[5, 6, 7]]))
+        assert len(output.hidden_states) == model.config.num_hidden_layers + 1
+
+
 def test_twin_shares_parameters_and_buffers(model: Any) -> None:
     twin = ModelAdapter(model)._twin.current()
     tensors, shared = (one.state_dict(keep_vars=True) for one in (model, twin))
