@@ -451,7 +451,7 @@ PROMPTS: dict[str, tuple[Any, str]] = {
     "a fractional id": ([1, 2.5], "2.5"),
     "a fraction in a tensor": (torch.tensor([1.5]), "1.5"),
     "ids as text": (["1"], "'1'"),
-    "nested ids": ([[1, 2]], "[1, 2]"),
+    "nested ids": ([[1, 2]], "one row"),
     "a tensor of no dimension": (torch.tensor(3), "TypeError"),
     "a tensor without values": (
         torch.ones(3, dtype=torch.int64, device="meta"),
