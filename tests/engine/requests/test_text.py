@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tiny import tiny_model
 from tokenizer_kinds import BEGIN, END, KINDS, TOOL, TURN
@@ -198,6 +198,7 @@ def test_special_token_stops_a_generation(kind: str) -> None:
 @given(data=st.data())
 def test_text_that_goes_on_has_all_letters(kind: str, data: st.DataObject) -> None:
     tokenizer, text = tokenizer_of(kind), data.draw(texts)
+    assume(BROKEN not in text)  # it could not be told from a part of a letter below
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     cut = data.draw(st.integers(0, len(tokens)))
     pieces = TextPieces(tokenizer, (), tokens[:cut])
