@@ -7,11 +7,11 @@ as ``position_ids``.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from kvpolicy.attention.softmax import Softmax
 from kvpolicy.cache.eager_step import EagerStep
@@ -21,12 +21,11 @@ from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.compat import cache_argument, layer_configs
 from kvpolicy.devices import upload
 from kvpolicy.errors import KVPolicyError, ModelError, error_summary
-from kvpolicy.model.annotating import annotate_stored_rows, input_hook
+from kvpolicy.model.annotating import input_hook
 from kvpolicy.model.attention import attention_function
 from kvpolicy.model.config import (
     check_loaded,
     check_runs,
-    counts_positions,
     has_state_layers,
     layer_shape,
     row_sources,
@@ -35,8 +34,8 @@ from kvpolicy.model.config import (
 )
 from kvpolicy.model.decoder import attention_module, decoder_layers, decoder_of, kv_group
 from kvpolicy.model.embedded import Embedder, embed_chunks, image_arguments, image_ids
-from kvpolicy.model.failures import explained
 from kvpolicy.model.fingerprint import ModelFingerprint
+from kvpolicy.model.first_forwards import FirstForwards
 from kvpolicy.model.forward_input import Annotating, ForwardInput, under_way
 from kvpolicy.model.fused_prompts import FusedPrompts
 from kvpolicy.model.latent import (
@@ -56,6 +55,7 @@ from kvpolicy.model.rope_types import (
 )
 from kvpolicy.model.states import layer_states
 from kvpolicy.model.steering import steering_hook
+from kvpolicy.model.step_cache import StepCache
 from kvpolicy.model.tensor_parallel import SingleProcess, processes_of
 from kvpolicy.model.twin import Copies, Twin
 from kvpolicy.model.weights import StoredToken, layer_weights
@@ -63,9 +63,6 @@ from kvpolicy.model.wrappers import replaced_forward, unwrapped
 from kvpolicy.state import LayerWeights
 
 ATTENTION = "kvpolicy"
-
-# Tokens of the longest sequence that a model is tried with.
-_CHECKED_TOKENS = 4
 
 
 class ModelAdapter:
@@ -216,9 +213,6 @@ class ModelAdapter:
     def check_forward(self, *, static: bool) -> None:
         """Run a few tokens in all ways in which they will be run, so that it is refused now.
 
-        The second of two tokens is prefilled beside a shorter prompt, and decoded after a padded
-        one. Both ways give the same numbers.
-
         Args:
             static: Whether decode steps are static.
 
@@ -226,30 +220,10 @@ class ModelAdapter:
             ModelError: If the engine cannot run the model.
         """
         check_loaded(self.model)
-        try:
-            cache, prefilled, decoded = self._run_both_ways(static=static)
-            self._check_positions()
-        except Exception as error:  # whatever code of the model may raise
-            if (shown := explained(self.model, error)) is error:
-                raise
-            raise shown from error
+        tried = FirstForwards(self.model, self.forward, self._small_cache, self._any_token)
+        cache = tried.check(static=static)
         self._softmax = [layer.softmax for layer in cache.layers]
-        pairs: list[tuple[Tensor, Tensor]] = []
-        first = self.attention_layers[0]
-        if cache.capacity[first] >= _CHECKED_TOKENS:  # a shorter window has dropped others of each
-            layer = cache.layers[first]
-            keys, values = layer.keys[:, :, :2], layer.values[:, :, :2]
-            pairs += [(keys[0], keys[1]), (values[0], values[1])]
-        if self.model.dtype.itemsize >= 4:  # else rounding may choose other experts
-            pairs.append((prefilled, decoded))
-        if not all(_are_close(*pair) for pair in pairs):
-            msg = (
-                f"model {type(self.model).__name__} cannot be run: two tokens get other numbers "
-                "beside a longer prompt than alone, so it counts positions, or attends, in a way "
-                "of its own"
-            )
-            msg += "; give eager=True, which may run it" if static else ""
-            raise ModelError(msg)
+        self._one_by_one = cache.one_by_one
 
     @property
     def attention_layers(self) -> list[int]:
@@ -389,19 +363,12 @@ class ModelAdapter:
             given.logits = logits
         return logits[:, -1], given.states
 
-    def _run_eagerly(
-        self,
-        twin: PreTrainedModel,
-        step: EagerStep,
-        given: ForwardInput,
-        *,
-        gives_positions: bool = True,
-    ) -> Tensor:
+    def _run_eagerly(self, twin: PreTrainedModel, step: EagerStep, given: ForwardInput) -> Tensor:
         """The logits of the new tokens of a step, whose rows are stored, ``[B, 1 or L, V]``."""
         positions, tokens = None, given.token_ids
         on_host = tokens.device.type == "cpu"
         tokens = upload(tokens.numpy(), self.device) if on_host else tokens.to(self.device)
-        if gives_positions:
+        if given.gives_positions:
             offset = step.cache.rope_offset[step.tokens.slots]
             positions = upload(step.position_ids + offset[:, None], self.device)
         with torch.inference_mode(), under_way(given):
@@ -442,7 +409,7 @@ class ModelAdapter:
         self, twin: PreTrainedModel, given: ForwardInput, tokens: Tensor, positions: Tensor | None
     ) -> Tensor | None:
         """Logits of a forward that is run from a recording; ``None``: it is not."""
-        assert positions is not None, "only a trial leaves them out"
+        assert positions is not None, "a trial that leaves them out does not fuse"
         if self._prompts is None:
             self._prompts = FusedPrompts(self._small_cache, self._any_token)
         found = self._prompts.run(self._called(twin), given, tokens, positions)
@@ -536,113 +503,17 @@ class ModelAdapter:
 
     def _run_alone(self, position: int, annotating: Annotating | None = None) -> KVCache:
         """The cache after a forward of one token, which stands alone at a position."""
-        shapes = self.layer_shapes()
-        cache = KVCache(shapes, [Slab(1)] * len(shapes), 1)
+        cache = self._small_cache(1, 1)
         cache.seq_len[0] = position
         tokens, step = torch.tensor([[self._any_token]]), EagerStep(cache, [0], [1])
         self.forward(ForwardInput(tokens, step, annotating=annotating))
         step.commit()
         return cache
 
-    def _check_positions(self) -> None:
-        """Compare the positions that we give with those that a model counts in `generate`.
-
-        Raises:
-            ModelError: If they are others.
-        """
-        if not counts_positions(self.model):
-            return
-        shapes, tokens = self.layer_shapes(), torch.full((1, _CHECKED_TOKENS), self._any_token)
-        cache = KVCache(shapes, [Slab(_CHECKED_TOKENS)] * len(shapes), 1)
-        logits = []
-        for gives_positions in (True, False):
-            step = EagerStep(cache, [0], [_CHECKED_TOKENS])
-            given, twin = ForwardInput(tokens, step), self._twin.current()
-            found = self._run_eagerly(twin, step, given, gives_positions=gives_positions)
-            step.discard()
-            logits.append(found[0, -1])
-        if not _are_close(*logits):
-            msg = (
-                f"model {type(self.model).__name__} cannot be run: its generate gives it no "
-                "positions of tokens, and it counts them in another way than from 0"
-            )
-            raise ModelError(msg)
-
-    def _run_both_ways(self, *, static: bool) -> tuple[KVCache, Tensor, Tensor]:
-        """Prefill prompts of three tokens and one, and decode one more token of each.
-
-        The first sequence is the longest, of `_CHECKED_TOKENS`.
-
-        Returns:
-            The cache, and the logits after two tokens: prefilled without pads, and decoded.
-        """
-        shapes, token = self.layer_shapes(), self._any_token
-        cache = KVCache(shapes, [Slab(_CHECKED_TOKENS)] * len(shapes), 2)
-        if cache.states:
-            return cache, *self._run_chunks(cache)
-        prompts = torch.tensor([[token] * 3, [0, 0, token]])
-        chunk = EagerStep(cache, [0, 1], [3, 1])
-        prefill = ForwardInput(prompts, chunk, wants_logits=True)
-        self.forward(prefill)
-        assert prefill.logits is not None
-        chunk.commit()
-        step: StaticStep | EagerStep = EagerStep(cache, [0, 1], [1, 1])
-        if static:
-            step = StaticStep(cache, once=True)  # the first token need not wait for Numba
-            step.begin([token] * 2, [])
-        logits, _ = self.forward(ForwardInput(torch.tensor([[token]] * 2), step))
-        return cache, prefill.logits[0, 1], logits[1]
-
-    def _run_chunks(self, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Logits after `_CHECKED_TOKENS` of a prompt that is brought in whole, and in parts.
-
-        So it is for models whose states take no pads. Some go on with their states by one token
-        only, and begin anew with more: these get one at a time.
-        """
-        self._one_by_one = self._begins_anew(cache)
-        parts = [1] * _CHECKED_TOKENS if self._one_by_one else [1, _CHECKED_TOKENS - 2, 1]
-        whole = self._logits_after(cache, 0, [_CHECKED_TOKENS])
-        return whole, self._logits_after(cache, 1, parts)
-
-    def _begins_anew(self, cache: KVCache) -> bool:
-        """Whether several tokens leave the same states, whatever states they go on with."""
-        for slot in range(2):
-            self._logits_after(cache, slot, [1])
-        recurrent = [
-            state
-            for layer in cache.states.values()
-            for name, state in layer.states.items()
-            if name.startswith("recurrent")
-        ][:1]
-        for state in recurrent:
-            state[1] = 0
-        for slot in range(2):
-            self._logits_after(cache, slot, [2])
-        found = any(torch.equal(state[0], state[1]) for state in recurrent)
-        for slot in range(2):
-            cache.clear(slot)
-        return found
-
-    def _logits_after(self, cache: KVCache, slot: int, lengths: Sequence[int]) -> Tensor:
-        """Logits ``[V]`` after a prompt that is brought in in parts."""
-        for length in lengths:
-            step = EagerStep(cache, [slot], [length])
-            tokens = torch.full((1, length), self._any_token)
-            logits, _ = self.forward(ForwardInput(tokens, step))
-            step.commit()
-        return logits[0]
-
     @property
     def _any_token(self) -> int:
         """Not the padding token: its state, and so its keys, may be zero."""
         return 1 if getattr(self._config, "pad_token_id", None) == 0 else 0
-
-
-def _are_close(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are equal up to rounding, by the norm of their difference."""
-    share = 0.05 if first.dtype.itemsize < 4 else 0.01
-    distance = (first.float() - second.float()).norm()
-    return not distance > share * first.float().norm()  # NaN is no matter of how it is run
 
 
 def _device_of(module: nn.Module) -> torch.device:
@@ -677,54 +548,3 @@ def _receive_states(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
                 "none after its last layer"
             )
             raise ModelError(msg)
-
-
-class StepCache(Cache):
-    """The cache of one forward: stores new rows in the slabs."""
-
-    def __init__(self, step: EagerStep, given: ForwardInput, model: PreTrainedModel) -> None:
-        # Layers with states are those of transformers, whose code knows what they are for.
-        num_layers = len(step.cache.layers) if step.states else 0
-        layers: list[Any] = [step.states.get(index) for index in range(num_layers)]
-        super().__init__(layers=layers)
-        self._step, self._given, self._model = step, given, model
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Store the new rows of a layer; return all rows to attend to, ``[B, H_kv, T, D]``."""
-        shape = self._step.cache.layers[layer_idx].shape
-        sizes = (shape.head_dim, shape.value_dim)
-        for states, size in zip((key_states, value_states), sizes, strict=True):
-            expected = (shape.num_kv_heads, size)
-            if states.shape[1::2] != expected:
-                heads, width = states.shape[1::2]
-                msg = (
-                    f"the model cannot be run: it stores {heads} heads of size {width} in layer "
-                    f"{layer_idx}, where {expected[0]} of size {expected[1]} are expected"
-                )
-                raise ModelError(msg)
-            # Autocast may compute in half precision what is stored in full.
-            if torch.promote_types(states.dtype, shape.dtype) != shape.dtype:
-                msg = (
-                    f"the model cannot be run: it computes keys and values in {states.dtype} that "
-                    f"are stored as {shape.dtype}, like its weights; leave out torch.autocast, or "
-                    "load the model with another dtype"
-                )
-                raise ModelError(msg)
-        rows = self._step.store(layer_idx, key_states, value_states)
-        self._given.newest_layer = layer_idx
-        annotate_stored_rows(self._given, layer_idx, key_states, value_states)
-        return rows
-
-    def get_mask_sizes(self, *_: Any, **__: Any) -> NoReturn:
-        """Asked by models that compute a mask or a bias from the positions of a full cache."""
-        msg = (
-            "the model cannot be run: it masks its attention, or adds a bias to it, in a way of "
-            f"its own, which counts the rows of a full cache{replaced_forward(self._model)}"
-        )
-        raise ModelError(msg)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens seen before this forward."""
-        return int(self._step.tokens.seq_len.max())

@@ -54,6 +54,7 @@ class ForwardInput:
         draws: Whether a static step draws the next tokens and counts the new rows.
         wants_logits: Whether the logits after all new tokens are wanted.
         annotating: Annotates the new rows of the layers named in `ModelAdapter.add_hooks`.
+        gives_positions: Whether an eager forward says where the tokens are; else the model counts.
         embedded: What enters the decoder for the new tokens of each sequence; ``None``: what the
             model makes of their ids.
         states: Hidden states after the final norm, ``[B, L, M]``, after the forward.
@@ -73,6 +74,7 @@ class ForwardInput:
     draws: bool = False
     wants_logits: bool = False
     annotating: Annotating | None = None
+    gives_positions: bool = True
     embedded: Sequence[EmbeddedPrompt | None] | None = None
     states: Tensor | None = None
     logits: Tensor | None = None
