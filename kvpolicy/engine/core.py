@@ -1,12 +1,14 @@
 """The core: what the engine's loop and a `PolicyCache` share, and the two halves of a step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import compress
 
 import attrs
 
 from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.engine.evictor import Evictor
-from kvpolicy.engine.extensions.base import Extensions
+from kvpolicy.engine.extensions.base import Extension, Extensions
 from kvpolicy.engine.runner import Runner
 from kvpolicy.engine.step import Drawn, Output, Step
 from kvpolicy.hooks.timing import PolicyTimings
@@ -29,6 +31,16 @@ class Core:
     extensions: Extensions
     timings: PolicyTimings
     runner: Runner = attrs.field(init=False)
+
+    @contextmanager
+    def extended(self, one: Extension) -> Iterator[None]:
+        """Have one more extension in a block: it may look at steps, and has no states of slots."""
+        one.attach(self)
+        self.extensions.add(one)
+        try:
+            yield
+        finally:
+            self.extensions.remove(one)
 
     def run(self, step: Step) -> Output:
         """Run a step; its rows are provisional."""

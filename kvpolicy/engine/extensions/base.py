@@ -176,11 +176,25 @@ class Extensions:
     """The extensions of a core, called in their order."""
 
     def __init__(self, extensions: abc.Iterable[Extension] = ()) -> None:
-        self.all = list(extensions)
-        self._spacious = [
-            one for one in self.all if type(one).room_needed is not Extension.room_needed
-        ]
-        self._dividing = [one for one in self.all if type(one).together is not Extension.together]
+        self.all: list[Extension] = []
+        self._spacious: list[Extension] = []
+        self._dividing: list[Extension] = []
+        for one in extensions:
+            self.add(one)
+
+    def add(self, one: Extension) -> None:
+        """Call one more, after the others."""
+        self.all.append(one)
+        if type(one).room_needed is not Extension.room_needed:
+            self._spacious.append(one)
+        if type(one).together is not Extension.together:
+            self._dividing.append(one)
+
+    def remove(self, one: Extension) -> None:
+        """Do not call one any more."""
+        for some in (self.all, self._spacious, self._dividing):
+            if one in some:
+                some.remove(one)
 
     def __iter__(self) -> abc.Iterator[Extension]:
         return iter(self.all)

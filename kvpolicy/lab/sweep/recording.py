@@ -7,22 +7,25 @@
                 rows = recorder.pop(result)
 
 The record is read from the cache after each eviction, so it is what the cache holds, whichever
-policy decided it. Runs that are not recorded do not pay for this.
+policy decided it. Policies are asked as without a record, so that they take as long. Runs that are
+not recorded do not pay for this.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections import abc
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import attrs
 import cattrs
 import numpy as np
-import pluggy
+from torch import Tensor
 
-from kvpolicy.cache.rows import LayerRows
 from kvpolicy.engine.engine import Run
+from kvpolicy.engine.extensions.base import ANY, Extension
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.engine.requests.sequence import Sequence
+from kvpolicy.engine.step import Step
 from kvpolicy.errors import OutputError
 from kvpolicy.toolkit.paragraphs import texts_in_context
 
@@ -128,20 +131,14 @@ def record_kept_rows(run: Run, requests: Collection[int]) -> "Iterator[KeptRowsR
 
     Yields:
         The recorder.
-
-    Raises:
-        KVPolicyError: The run's engine is being recorded already.
     """
     recorder = KeptRowsRecorder(run, requests)
-    with ExitStack() as listening:
-        if recorder.requests:
-            for stack in dict.fromkeys(run.engine.stacks):
-                listening.enter_context(stack.listening(recorder))
+    with run.core.extended(recorder) if recorder.requests else nullcontext():
         yield recorder
 
 
-class KeptRowsRecorder:
-    """Listens to the hook calls of a run; see `record_kept_rows`.
+class KeptRowsRecorder(Extension):
+    """Looks at the rows of a run before each step; see `record_kept_rows`.
 
     Attributes:
         requests: Numbers of the recorded requests.
@@ -149,15 +146,16 @@ class KeptRowsRecorder:
 
     def __init__(self, run: Run, requests: Collection[int]) -> None:
         self.requests = frozenset(requests) & frozenset(range(len(run.requests)))
-        self._run = run
-        self._errors = run.engine.errors
-        shapes = enumerate(run.engine.adapter.layer_shapes())
-        self._shapes = {index: shape for index, shape in shapes if shape.has_rows}
-        self._recorded: dict[int, _SequenceRecord] = {}
-        for sequence in run.waiting:
-            if sequence.id in self.requests:
-                layers = {i: _LayerRecord(one.num_kv_heads) for i, one in self._shapes.items()}
-                self._recorded[sequence.id] = _SequenceRecord(sequence, layers)
+        self._tokenizer = run.tokenizer
+        layers = run.cache.layers_with_rows
+        self._windows = {layer.index: layer.shape.sliding_window for layer in layers}
+        self._recorded = {
+            seq.id: _SequenceRecord(
+                seq, {layer.index: _LayerRecord(layer.shape.num_kv_heads) for layer in layers}
+            )
+            for seq in run.waiting
+            if seq.id in self.requests
+        }
 
     def pop(self, result: Result) -> KeptRows:
         """Return the rows of a finished request and forget them.
@@ -168,7 +166,7 @@ class KeptRowsRecorder:
         recorded = self._recorded.pop(result.id, None)
         if recorded is None:  # it was refused
             return KeptRows(0, [], [])
-        sequence, tokenizer = recorded.sequence, self._run.tokenizer
+        sequence, tokenizer = recorded.sequence, self._tokenizer
         ids = [*sequence.prompt, *sequence.tokens]
         texts = (
             [f"<{token}>" for token in ids]
@@ -176,35 +174,35 @@ class KeptRowsRecorder:
             else texts_in_context(tokenizer, ids)
         )
         layers = [
-            KeptLayer(
-                index, self._shapes[index].sliding_window, one.at, one.padded(len(ids)).tolist()
-            )
+            KeptLayer(index, self._windows[index], one.at, one.padded(len(ids)).tolist())
             for index, one in recorded.layers.items()
         ]
         return KeptRows(len(sequence.prompt), texts, layers)
 
-    # Called by the hook manager
+    # Called by the engine
 
-    def call_hook(self, hook: str, arguments: dict[str, Any], ask: Callable[[], Any]) -> Any:
-        """Call the policies, and note the rows left by an eviction."""
-        answer = ask()
-        if hook == "evict":
-            self._note(arguments["layer_idx"], arguments["rows"], arguments["keep"].shape[2])
-        return answer
+    def repeats(self, sequences: abc.Sequence[Sequence]) -> int:
+        """One step at a time: no rows leave before it is known whether a sequence has ended."""
+        return 1 if any(seq.id in self._recorded for seq in sequences) else ANY
 
-    def timed(self, impl: pluggy.HookImpl) -> Callable[..., Any]:
-        """Return the implementation unchanged."""
-        function: Callable[..., Any] = impl.function
-        return function
+    def before(self, step: Step) -> None:
+        """Note what was compacted since the step before: rows have left, and none have come."""
+        for seq in step.sequences:
+            self._note(seq)
 
-    def _note(self, layer_idx: int, rows: LayerRows, num_kept: int) -> None:
-        for slot, sequence in enumerate(self._errors.sequences):
-            recorded = self._recorded.get(sequence.id)
-            if recorded is not None and recorded.sequence is sequence:
-                held = rows.positions[slot, :, :num_kept].cpu().numpy()
-                prompt = rows.prompts[slot]  # of rows that stay, in all heads
-                held = np.insert(held, 0, np.array(prompt, dtype=np.int64)[:, None], axis=1)
-                recorded.layers[layer_idx].note(int(rows.seq_len[slot]), held)
+    def finish(self, seq: Sequence) -> None:
+        """Note what was compacted since its last step, of a sequence that has ended without one."""
+        self._note(seq)
+
+    def _note(self, seq: Sequence) -> None:
+        recorded = self._recorded.get(seq.id)
+        if recorded is None:
+            return
+        for index, one in recorded.layers.items():
+            at = int(self.cache.compacted_at[index, seq.slot])
+            if at != (one.at[-1] if one.at else 0):
+                layer = self.cache.layers[index]
+                one.note(at, layer.held(seq.slot, layer.arena.positions))
 
 
 @attrs.frozen
@@ -225,11 +223,12 @@ class _LayerRecord:
         more = num_tokens - self._left_at.shape[1]
         return np.pad(self._left_at, ((0, 0), (0, more)), constant_values=NEVER)
 
-    def note(self, seq_len: int, held: np.ndarray) -> None:
-        """Add a compaction at ``seq_len`` tokens that kept positions ``[H_kv, K]``."""
+    def note(self, seq_len: int, held: abc.Sequence[Tensor]) -> None:
+        """Add a compaction at ``seq_len`` tokens; ``held``: positions that each head keeps."""
         left_at = self.padded(seq_len)
         is_held = np.zeros(left_at.shape, dtype=bool)
-        np.put_along_axis(is_held, held, values=True, axis=1)
+        for head, positions in enumerate(held):
+            is_held[head, positions[positions < seq_len].cpu()] = True
         left_at[(left_at == NEVER) & ~is_held] = len(self.at)
         self._left_at = left_at
         self.at.append(seq_len)

@@ -3,7 +3,7 @@
 from collections import abc
 from typing import Any
 
-import attrs
+import numpy as np
 import pytest
 from families import WINDOWED, family_model
 from hypothesis import given
@@ -14,61 +14,43 @@ from tiny import shared_model, tiny_tokenizer
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, Sampling, hookimpl
-from kvpolicy.engine.compaction import Compaction
 from kvpolicy.engine.engine import Run
-from kvpolicy.engine.evictor import Evictor
+from kvpolicy.engine.extensions.base import Extension
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.engine.requests.sequence import Sequence
+from kvpolicy.engine.step import Step
 from kvpolicy.engine.tracing import recording
-from kvpolicy.errors import KVPolicyError, OutputError
+from kvpolicy.errors import OutputError
 from kvpolicy.lab.sweep.recording import KeptLayer, KeptRecord, KeptRows, record_kept_rows
 
 chunks = st.sampled_from([1, 3, 7, 512])
 
 
-@attrs.define
-class Seen:
-    """What the cache itself held, looked up after every forward and every compaction."""
+class Seen(Extension):
+    """What the cache itself held, looked up before every forward and at the end."""
 
-    #: (request, layer): tokens at each compaction.
-    at: dict[tuple[int, int], list[int]] = attrs.field(factory=dict)
-    #: (request, layer, tokens): positions that each KV head held, compactions done.
-    held: dict[tuple[int, int, int], list[set[int]]] = attrs.field(factory=dict)
+    def __init__(self) -> None:
+        #: (request, layer): tokens at each compaction.
+        self.at: dict[tuple[int, int], list[int]] = {}
+        #: (request, layer, tokens): positions that each KV head held, compactions done.
+        self.held: dict[tuple[int, int, int], list[set[int]]] = {}
+        self._due: dict[int, np.ndarray] = {}  # rows in each layer before a compaction
 
-    def look(self, evictor: Evictor, active: abc.Sequence[Sequence]) -> None:
-        cache = evictor._cache
-        for sequence in active:
-            slot = sequence.slot
-            for number, layer in enumerate(cache.layers):
-                num = int(cache.rows[number, slot])
-                key = (sequence.id, number, int(cache.seq_len[slot]))
-                self.held[key] = [set(head[:num].tolist()) for head in layer.positions[slot]]
+    def before_eviction(self, sequences: abc.Sequence[Sequence], due: np.ndarray) -> None:
+        self._due |= {seq.id: self.cache.rows[:, seq.slot].copy() for seq in sequences}
 
+    def before(self, step: Step) -> None:
+        for seq in step.sequences:
+            self.finish(seq)
 
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    return watch(monkeypatch)
-
-
-def watch(patch: pytest.MonkeyPatch) -> Seen:
-    seen, evict_all, evict = Seen(), Evictor.evict, Evictor._evict
-
-    def and_look(self: Evictor, sequences: abc.Sequence[Sequence]) -> None:
-        evict_all(self, sequences)
-        seen.look(self, sequences)
-
-    def and_count(self: Evictor, compaction: Compaction) -> None:
-        before = self._cache.rows.copy()
-        evict(self, compaction)
-        for one in compaction.due:
-            place = one.layer_idx, one.slot
-            if self._cache.rows[place] < before[place]:
-                times = seen.at.setdefault((one.sequence.id, one.layer_idx), [])
-                times.append(int(self._cache.seq_len[one.slot]))
-
-    patch.setattr(Evictor, "evict", and_look)
-    patch.setattr(Evictor, "_evict", and_count)
-    return seen
+    def finish(self, seq: Sequence) -> None:
+        rows, seq_len = self.cache.rows[:, seq.slot], int(self.cache.seq_len[seq.slot])
+        before = self._due.pop(seq.id, rows)
+        for number, layer in enumerate(self.cache.layers):
+            if rows[number] < before[number]:
+                self.at.setdefault((seq.id, number), []).append(seq_len)
+            held = layer.positions[seq.slot, :, : int(rows[number])]
+            self.held[seq.id, number, seq_len] = [set(head.tolist()) for head in held]
 
 
 def record(engine: Engine, chosen: Any, *arguments: Any, **options: Any) -> dict[int, KeptRows]:
@@ -115,10 +97,9 @@ def test_a_record_equals_the_cache_under_any_plan(
 ) -> None:
     """Prompts longer than the slabs, chunked; slots that change hands; rows that are rewritten."""
     chosen = data.draw(st.sets(st.integers(0, 4)))
-    engine = Engine(shared_model(num_layers=2), plan=plan, slots=slots, chunk=chunk)
-    with pytest.MonkeyPatch.context() as patch:
-        seen = watch(patch)
-        records = record(engine, chosen, prompts, max_new_tokens=21)
+    seen, model = Seen(), shared_model(num_layers=2)
+    engine = Engine(model, plan=plan, slots=slots, chunk=chunk, extensions=[lambda: seen])
+    records = record(engine, chosen, prompts, max_new_tokens=21)
     assert records.keys() == chosen
     for request, rows in records.items():
         assert rows.num_prompt == len(prompts[request])
@@ -137,19 +118,19 @@ def test_a_record_equals_the_cache_under_any_plan(
 def test_a_record_equals_the_cache_where_windows_slide(
     family: str, window: int, plan: Plan, prompts: list[list[int]], chunk: int
 ) -> None:
-    engine = Engine(family_model(family, window=window), plan=plan, slots=2, chunk=chunk)
-    with pytest.MonkeyPatch.context() as patch:
-        seen = watch(patch)
-        records = record(engine, range(3), prompts, max_new_tokens=17)
+    seen, model = Seen(), family_model(family, window=window)
+    engine = Engine(model, plan=plan, slots=2, chunk=chunk, extensions=[lambda: seen])
+    records = record(engine, range(3), prompts, max_new_tokens=17)
     for request, rows in records.items():
         windows = [layer.window for layer in rows.layers]
         assert windows == [shape.sliding_window for shape in engine.adapter.layer_shapes()]
         check_is_what_was_seen(request, rows, seen, num_layers=2)
 
 
-def test_a_record_equals_the_cache_where_pads_are_stored(seen: Seen) -> None:
+def test_a_record_equals_the_cache_where_pads_are_stored() -> None:
     plan = Plan.uniform("h2o", budget=16, buffer=4, padding="stored")
-    engine = Engine(shared_model(), plan=plan, slots=3)
+    seen = Seen()
+    engine = Engine(shared_model(), plan=plan, slots=3, extensions=[lambda: seen])
     records = record(engine, range(3), [[1] * 4, [2] * 9, [3] * 30], max_new_tokens=30)
     for request, rows in records.items():
         check_is_what_was_seen(request, rows, seen, num_layers=2)
@@ -163,8 +144,9 @@ PROMPTS = [[1, 2, 3] * 9, [4, 5] * 9, [6, 7, 8]]
 PLAN = Plan.uniform("h2o", budget=14, buffer=4)
 
 
-def test_a_request_that_is_cancelled_has_its_rows_until_then(seen: Seen) -> None:
-    engine = Engine(shared_model(), plan=PLAN, slots=2)
+def test_a_request_that_is_cancelled_has_its_rows_until_then() -> None:
+    seen = Seen()
+    engine = Engine(shared_model(), plan=PLAN, slots=2, extensions=[lambda: seen])
     run = engine.generate(PROMPTS, max_new_tokens=30)
     with record_kept_rows(run, range(3)) as recorder:
         for _ in range(12):
@@ -193,10 +175,11 @@ class FailsOnce:
                 raise ValueError(msg)
 
 
-def test_a_failed_eviction_evicts_nothing(seen: Seen) -> None:
+def test_a_failed_eviction_evicts_nothing() -> None:
     newest = Scores(lambda positions: positions.double())
     plan = Plan.uniform(newest, FailsOnce(), budget=14, buffer=4)
-    engine = Engine(shared_model(), plan=plan, slots=1, on_hook_error="answer")
+    seen, options = Seen(), {"slots": 1, "on_hook_error": "answer"}
+    engine = Engine(shared_model(), plan=plan, **options, extensions=[lambda: seen])
     run = engine.generate(PROMPTS[:1], max_new_tokens=30)
     rows = taken(run, [0])[0]
     assert run.report.num_errors == 1
@@ -209,8 +192,9 @@ def test_a_request_that_is_refused_has_an_empty_record() -> None:
     assert record(engine, [1], [[1], []], max_new_tokens=3) == {1: KeptRows(0, [], [])}
 
 
-def test_attempts_at_one_prompt_have_rows_of_their_own(seen: Seen) -> None:
-    engine = Engine(shared_model(), plan=PLAN, slots=3)
+def test_attempts_at_one_prompt_have_rows_of_their_own() -> None:
+    seen = Seen()
+    engine = Engine(shared_model(), plan=PLAN, slots=3, extensions=[lambda: seen])
     drawn = [Sampling(temperature=1.0, seed=seed) for seed in range(3)]
     records = record(engine, [0, 2], [PROMPTS[0]] * 3, max_new_tokens=20, sampling=drawn)
     assert records.keys() == {0, 2}
@@ -264,25 +248,30 @@ def test_tokens_are_the_same_with_and_without_a_record(
     assert [result.tokens for result in kept] == [result.tokens for result in plain]
 
 
-def test_without_requests_the_recorder_does_not_listen() -> None:
+def test_policies_are_asked_as_without_a_record() -> None:
+    """About several layers together: else they would take longer in cells that are recorded."""
+    asked: list[tuple[int, ...]] = []
+
+    class Newest:
+        @hookimpl
+        def score(self, positions: Tensor) -> Tensor:
+            asked.append(tuple(positions.shape))
+            return positions.double()
+
+    engine = Engine(shared_model(), plan=Plan.uniform(Newest(), budget=14, buffer=4), slots=2)
+    engine.generate(PROMPTS, max_new_tokens=20).results()
+    alone, asked[:] = list(asked), []
+    assert max(rows for rows, *_ in alone) > 1, "several layers"
+    assert record(engine, [0], PROMPTS, max_new_tokens=20)[0].layers[0].at
+    assert asked == alone
+
+
+def test_a_run_is_recorded_and_traced() -> None:
     engine = Engine(shared_model(), plan=PLAN)
-    run = engine.generate(PROMPTS, max_new_tokens=3)
-    with (
-        record_kept_rows(run, []),
-        recording(engine) as trace,
-    ):  # a second listener would be refused
-        run.results()
+    alone = record(engine, [0], PROMPTS, max_new_tokens=20)
+    with recording(engine) as trace:
+        assert record(engine, [0], PROMPTS, max_new_tokens=20) == alone
     assert trace.num_calls
-
-
-def test_one_recording_at_a_time() -> None:
-    engine = Engine(shared_model(), plan=PLAN)
-    with (
-        recording(engine),
-        pytest.raises(KVPolicyError),
-        record_kept_rows(engine.generate(PROMPTS), [0]),
-    ):
-        pass
 
 
 def test_popped_rows_are_forgotten() -> None:
