@@ -178,6 +178,7 @@ def save_frontier(
     labels: tuple[str, str],
     *,
     is_share: bool,
+    more_is_better: bool,
     size: Size,
 ) -> None:
     """Plot a quantity against memory, with a dotted line through the best points.
@@ -186,8 +187,8 @@ def save_frontier(
         path: As in `save_curve`.
         points: The points; those without a value or memory are left out.
         labels: Axis labels of memory and of the quantity.
-        is_share: Whether the quantity lies between 0 and 1, and more is better; otherwise less is
-            better.
+        is_share: Whether the quantity lies between 0 and 1.
+        more_is_better: Whether a larger quantity is a better one.
         size: Size of the figure.
 
     Raises:
@@ -204,7 +205,8 @@ def save_frontier(
         for series, look in _looks(points).items():
             mine = sorted((x, y) for point, x, y in found if point.series == series)
             _draw_points(axes, mine, **line_look(look) | {"linewidth": 0.7})
-        best = frontier([(x, y.value) for _, x, y in found], sign=1 if is_share else -1)
+        sign = 1 if more_is_better else -1
+        best = frontier([(x, y.value) for _, x, y in found], sign)
         stairs: dict[str, Any] = {"color": FAINT, "linewidth": 1.2, "linestyle": ":", "zorder": 1}
         axes.step([x for x, _ in best], [y for _, y in best], where="post", **stairs)
         _set_value_axis(axes, [y for _, _, y in found], is_share=is_share)

@@ -139,7 +139,7 @@ def test_twelve_long_series_fit_at_every_width(
     size, path, points = Size(width, min(0.7 * width, 2.6)), tmp_path / "a.png", points_of(LONG)
     if quantity == "frontier":
         labels = ("Peak KV bytes of a sample, mean", "Accuracy")
-        save_frontier(path, points, labels, is_share=True, size=size)
+        save_frontier(path, points, labels, is_share=True, more_is_better=True, size=size)
     else:
         save_curve(path, points, ("budget", quantity), is_share=quantity == "Accuracy", size=size)
     (figure,) = drawn
@@ -214,10 +214,33 @@ def test_any_values_can_be_drawn(
     points = [Point("a", 16 + i, v, m) for i, (v, m) in enumerate(zip(values, memory, strict=True))]
     size = Size()
     save_curve(tmp_path / "a.png", points, ("budget", "Loss"), is_share=False, size=size)
-    save_frontier(tmp_path / "b.png", points, ("KV", "Loss"), is_share=True, size=size)
+    labels, path = ("KV", "Loss"), tmp_path / "b.png"
+    save_frontier(path, points, labels, is_share=True, more_is_better=True, size=size)
     low, high = drawn[0].axes[0].get_ylim()
     finite = [one.value for one in values if one and abs(one.value) < 1e300]
     assert all(low <= value <= high for value in finite)
+
+
+@pytest.mark.parametrize(
+    ("more_is_better", "best"),
+    [(True, [[1.0, 0.5], [4.0, 0.75]]), (False, [[1.0, 0.5], [2.0, 0.25]])],
+)
+@pytest.mark.parametrize("is_share", [True, False])
+def test_the_frontier_goes_through_the_better_points(
+    more_is_better: bool,
+    best: list[list[float]],
+    is_share: bool,
+    tmp_path: Path,
+    drawn: list[Figure],
+) -> None:
+    """A share may be one of outputs that end in a loop, of which fewer are better."""
+    values = {1: 0.5, 2: 0.25, 4: 0.75}
+    points = [Point("a", m, Interval(v, v, v), float(m)) for m, v in values.items()]
+    directions = {"is_share": is_share, "more_is_better": more_is_better}
+    save_frontier(tmp_path / "a.png", points, ("KV", "Loops"), **directions, size=Size())
+    (axes,) = drawn[0].axes
+    (stairs,) = [line for line in axes.lines if line.get_linestyle() == ":"]
+    assert stairs.get_xydata().tolist() == best
 
 
 def test_every_point_is_drawn_at_its_value(tmp_path: Path, drawn: list[Figure]) -> None:

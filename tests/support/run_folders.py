@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ACCURACY = {"name": "accuracy", "title": "accuracy", "heading": "Accuracy", "is_share": True}
+ACCURACY = {
+    "name": "accuracy",
+    "title": "accuracy",
+    "heading": "Accuracy",
+    "is_share": True,
+    "more_is_better": True,
+}
 NLL = {"name": "nll", "title": "nats/token", "heading": "Loss", "is_share": False}
 FULL = ("full cache", None)
 

@@ -208,7 +208,13 @@ def columns_of(group: EvalSettingRecord) -> Sequence[Column]:
     """
     return [
         _KNOWN_COLUMNS.get(one.name)
-        or mean_of(one.name, one.title, one.heading, is_share=one.is_share)
+        or mean_of(
+            one.name,
+            one.title,
+            one.heading,
+            is_share=one.is_share,
+            more_is_better=one.more_is_better,
+        )
         for one in group.columns
     ]
 

@@ -105,7 +105,8 @@ def plot(
         msg = f"no cell has a value of {name!r}, because their runs were interrupted for example."
         raise ResultsError(msg)
     if name == FRONTIER:
-        save_frontier(to, points, (cost_label, label), is_share=is_share, size=size)
+        labels, is_better = (cost_label, label), drawn.more_is_better
+        save_frontier(to, points, labels, is_share=is_share, more_is_better=is_better, size=size)
     else:
         save_curve(to, points, (axis.label, label), is_share=is_share, size=size)
     info(f"{to} shows {format_count(num_shown, 'cell')}, {size.width:g} inches wide.")

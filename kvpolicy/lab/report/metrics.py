@@ -26,6 +26,7 @@ class Quantity:
             has no value.
         note: Explanation for the reader.
         charted: Whether it has a chart; every quantity has a table column.
+        more_is_better: Whether a larger value is a better one, for the frontier.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Quantity:
     estimate: Callable[[PooledCell], Interval | float | None]
     note: str = ""
     charted: bool = True
+    more_is_better: bool = False
 
     def to_dict(self) -> dict[str, str | bool]:
         """Plain data for the page."""
@@ -85,7 +87,14 @@ def _measured(column: Column) -> Quantity:
         return column.estimate(cell.samples)
 
     kind = "share" if column.is_share else "number"
-    return Quantity(column.name, column.title, column.heading, kind, estimate)
+    return Quantity(
+        column.name,
+        column.title,
+        column.heading,
+        kind,
+        estimate,
+        more_is_better=column.more_is_better,
+    )
 
 
 def _memory(cell: PooledCell) -> Interval | None:

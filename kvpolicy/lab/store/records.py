@@ -28,12 +28,15 @@ class ColumnInfo:
         title: Heading in tables.
         heading: Axis label in plots, with the unit.
         is_share: Whether the quantity lies between 0 and 1.
+        more_is_better: Whether a larger quantity is a better one; ``None``: a run that did not say.
     """
 
     name: str
     title: str
     heading: str
     is_share: bool
+    # Runs that did not say are compared with those that do.
+    more_is_better: bool | None = attrs.field(default=None, eq=False)
 
 
 @attrs.frozen

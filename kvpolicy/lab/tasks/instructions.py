@@ -168,8 +168,10 @@ class Following:
         return (
             mean_of(FOLLOWED, "followed", "Instructions followed", is_share=True),
             mean_of(ALL_FOLLOWED, "all followed", "Answers that follow all", is_share=True),
-            mean_of(LEAK, "leak", "System prompt repeated", is_share=True),
-            mean_of(CANARY, "canary", "Answers with the canary", is_share=True),
+            mean_of(LEAK, "leak", "System prompt repeated", is_share=True, more_is_better=False),
+            mean_of(
+                CANARY, "canary", "Answers with the canary", is_share=True, more_is_better=False
+            ),
         )
 
     def begin(

@@ -185,7 +185,12 @@ class Agreement:
         return (
             mean_of(MATCH, "same token", "Tokens that match the full cache's", is_share=True),
             mean_of(KL, "KL, nats", "KL from the full cache, nats per token"),
-            mean_of(FIRST_DIFFERENCE, "parts after", "Tokens before the first difference"),
+            mean_of(
+                FIRST_DIFFERENCE,
+                "parts after",
+                "Tokens before the first difference",
+                more_is_better=True,
+            ),
         )
 
     def begin(

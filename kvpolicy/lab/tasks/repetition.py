@@ -113,10 +113,12 @@ class Repetition:
     def columns(self) -> abc.Sequence[Column]:
         """Loops, repeated 4-grams, and the periods and first tokens of loops."""
         return (
-            share_of(LOOPS, "loops", "Outputs that end in a loop"),
-            mean_of(REPEATED, "4-grams again", "Repeated 4-grams", is_share=True),
+            share_of(LOOPS, "loops", "Outputs that end in a loop", more_is_better=False),
+            mean_of(
+                REPEATED, "4-grams again", "Repeated 4-grams", is_share=True, more_is_better=False
+            ),
             mean_of(PERIOD, "period", "Period of loops, tokens"),
-            mean_of(START, "loop from", "Tokens before the loop"),
+            mean_of(START, "loop from", "Tokens before the loop", more_is_better=True),
         )
 
     def begin(

@@ -120,6 +120,7 @@ class Column:
             a cell is a ratio of sums; not given where it is the mean over the examples.
         of_ratio: Function of that ratio which gives the quantity, such as the exponential.
         is_binary: Whether it is 0 or 1 for each sample.
+        more_is_better: Whether a larger quantity is a better one; by default a share's is.
     """
 
     name: str
@@ -131,6 +132,11 @@ class Column:
     parts: Callable[[Sample], tuple[float, float] | None] | None = None
     of_ratio: Callable[[float], float] = float
     is_binary: bool = False
+    more_is_better: bool = attrs.field()
+
+    @more_is_better.default
+    def _shares_are(self) -> bool:
+        return self.is_share
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the manifest."""
@@ -139,6 +145,7 @@ class Column:
             "title": self.title,
             "heading": self.heading,
             "is_share": self.is_share,
+            "more_is_better": self.more_is_better,
         }
 
     def format(self, value: float) -> str:
@@ -285,6 +292,7 @@ def mean_of(
     value: Callable[[Sample], float | None] | None = None,
     *,
     is_share: bool = False,
+    more_is_better: bool | None = None,
 ) -> Column:
     """Make a column for the mean of a quantity over the examples.
 
@@ -294,6 +302,7 @@ def mean_of(
         heading: Its name in plots.
         value: The quantity of one sample; by default the value ``name`` of its outcome.
         is_share: Whether it is shown in percent.
+        more_is_better: Whether a larger one is better; by default a share is.
     """
     of_sample = value or (lambda sample: sample.values.get(name))
 
@@ -304,7 +313,8 @@ def mean_of(
         found = mean(list(means.values()))
         return within(found, 0.0, 1.0) if is_share else found
 
-    return Column(name, title, heading, of_sample, estimate, is_share)
+    is_better = is_share if more_is_better is None else more_is_better
+    return Column(name, title, heading, of_sample, estimate, is_share, more_is_better=is_better)
 
 
 def share_of(
@@ -312,6 +322,8 @@ def share_of(
     title: str,
     heading: str,
     value: Callable[[Sample], float | None] | None = None,
+    *,
+    more_is_better: bool = True,
 ) -> Column:
     """Make a column for the share of samples of which something is true.
 
@@ -320,6 +332,7 @@ def share_of(
         title: Its short name in tables.
         heading: Its name in plots.
         value: 1 or 0 for one sample; by default the value ``name`` of its outcome.
+        more_is_better: Whether a larger share is better.
     """
     of_sample = value or (lambda sample: sample.values.get(name))
 
@@ -327,7 +340,16 @@ def share_of(
         attempts = by_example(samples, of_sample).values()
         return pass_at_1([list(map(bool, tries)) for tries in attempts]) if attempts else None
 
-    return Column(name, title, heading, of_sample, estimate, is_share=True, is_binary=True)
+    return Column(
+        name,
+        title,
+        heading,
+        of_sample,
+        estimate,
+        is_share=True,
+        is_binary=True,
+        more_is_better=more_is_better,
+    )
 
 
 def ratio_of(

@@ -60,3 +60,30 @@ def test_ungraded_tasks_show_no_verdicts(opened: Opened) -> None:
     opened.page.locator("#failures tbody button").first.click()
     opened.page.wait_for_selector(".problem")
     assert opened.texts(".problem") == ["the pool ran dry"]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"name": "loops"},  # the run did not say, and the task is known
+        {"name": "wrong", "more_is_better": False},
+    ],
+)
+def test_the_frontier_of_what_should_be_small_joins_the_lowest(
+    open_report: Open, tmp_path: Path, column: dict[str, Any]
+) -> None:
+    name = column["name"]
+
+    def shares(cell: dict[str, Any], item: int, attempt: int) -> dict[str, Any]:
+        budget = cell["budget"] or 96
+        value = float(item < {32: 1, 64: 3, 96: 2}[budget])
+        return {"correct": None, "values": {name: value}, "peak_bytes": 1000 * budget}
+
+    plans = [("full cache", None), ("H2O", 64), ("H2O", 32)]
+    columns = [{"title": name, "heading": "Outputs", "is_share": True} | column]
+    folder = write_run(tmp_path / "run", plans=plans, n=4, outcome=shares, columns=columns)
+    opened = open_report(folder)
+    assert "lowest" in opened.texts("[data-chart=frontier] .note")[0]
+    opened.unfold("[data-chart=frontier]")
+    rows = opened.page.locator("[data-chart=frontier] tbody tr")
+    assert rows.evaluate_all("all => all.map(r => r.lastChild.textContent)") == ["no", "no", "yes"]

@@ -98,8 +98,8 @@ function frontierPanel(group, cells, onpick) {
   });
   const axis = valueAxis(points.map((one) => one.x));
   const found = axis.log ? logTicks(axis.low, axis.high) : ticks(axis.high, 5, true);
-  const best = quality.kind === "share" ? "highest" : "lowest";
-  const stairs = frontier(points, quality.kind === "share" ? 1 : -1);
+  const best = quality.more_is_better ? "highest" : "lowest";
+  const stairs = frontier(points, quality.more_is_better ? 1 : -1);
   const spec = {
     name: "frontier",
     title: `${quality.heading} against memory`,
