@@ -109,6 +109,7 @@ def _same_line(found: str, expected: str) -> bool:
 
 def _numbers(line: str) -> list[Decimal] | None:
     try:
-        return [Decimal(word) for word in line.split()]
+        numbers = [Decimal(word) for word in line.split()]
     except InvalidOperation:
         return None
+    return None if any(map(Decimal.is_snan, numbers)) else numbers  # comparing it raises

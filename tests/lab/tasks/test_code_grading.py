@@ -80,6 +80,8 @@ def test_a_program_is_correct_if_it_passes_all_tests(
         ("a  b", "a b", False),
         ("", "", True),
         ("nan", "nan", True),
+        ("sNaN", "3", False),
+        ("3", "sNaN", False),
     ],
 )
 def test_outputs_are_compared_line_by_line(found: str, expected: str, same: bool) -> None:
