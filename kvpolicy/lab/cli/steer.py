@@ -102,12 +102,12 @@ def calibrate(
         msg = "no installed package sets a default task; give --task NAME"
         raise KVPolicyError(msg)
     from kvpolicy.lab.steer.calibrate import CalibrationSource, choose_layers, pick
-    from kvpolicy.lab.steer.thoughts import default_rules, load_rules
+    from kvpolicy.lab.steer.thoughts import load_rules, rules_for
     from kvpolicy.lab.tasks.task import load_task
     from kvpolicy.toolkit.paragraphs import PARAGRAPH
     from kvpolicy.toolkit.steering_vectors import save_steering_vectors
 
-    chosen_task, chosen_rules = load_task(task), load_rules(rules or default_rules(task))
+    chosen_task, chosen_rules = load_task(task), load_rules(rules or rules_for(task))
     loaded, tokenizer = of_model.load()
     chosen = choose_layers(layers, loaded.config.get_text_config(decoder=True).num_hidden_layers)
     if default_layer is not None and default_layer not in chosen:

@@ -12,11 +12,10 @@ from kvpolicy.lab.report.texts import (
     Packed,
     item_ranges,
     pack_within,
-    rules_for,
     text_block,
     text_lengths,
 )
-from kvpolicy.lab.steer.thoughts import ThoughtRules, load_rules
+from kvpolicy.lab.steer.thoughts import ThoughtRules, load_rules, rules_for
 from kvpolicy.lab.store.read import RunFolder
 
 MAX_BYTES = 20_000_000

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from kvpolicy.entry_points import installed
 from kvpolicy.lab.report.encoding import BLOCK_OVERHEAD, pack
 from kvpolicy.lab.report.gather import GroupView
-from kvpolicy.lab.steer.thoughts import EXECUTION, GROUP, PUBLISHED, ThoughtRules
+from kvpolicy.lab.steer.thoughts import EXECUTION, ThoughtRules
 from kvpolicy.toolkit.paragraphs import PARAGRAPH, THINK_TAGS
 
 PLAIN, TAG, ANSWER, GAP = "", "tag", "answer", "cut"
@@ -121,17 +120,6 @@ def cut(text: str, prompt: str, rules: ThoughtRules) -> list[Piece]:
 def kinds_of(rules: ThoughtRules) -> list[str]:
     """Kinds of thoughts, ``"execution"`` first."""
     return list(dict.fromkeys([EXECUTION, *(rule.kind for rule in rules.rules)]))
-
-
-def rules_for(*names: str) -> str:
-    """Name of the rules for a task or a model: those of its own name if there are any.
-
-    Args:
-        names: Names as typed, the more telling first; options after a colon do not count.
-    """
-    available = installed(GROUP)
-    plain = [name.partition(":")[0] for name in names]
-    return next((name for name in plain if name in available), PUBLISHED)
 
 
 def pack_within(

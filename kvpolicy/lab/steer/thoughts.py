@@ -138,13 +138,15 @@ def load_rules(name_or_path: str) -> ThoughtRules:
     return _structure(data, path.stem, name_or_path)
 
 
-def default_rules(task: str) -> str:
-    """Name of the rules for a task: those of the task's name, otherwise the published ones.
+def rules_for(*names: str) -> str:
+    """Name of the rules for a task or a model: those of its own name, or the published ones.
 
     Args:
-        task: Name of the task.
+        names: Names as typed, the more telling first; options after a colon do not count.
     """
-    return task if task in installed(GROUP) else PUBLISHED
+    available = installed(GROUP)
+    plain = [name.partition(":")[0] for name in names]
+    return next((name for name in plain if name in available), PUBLISHED)
 
 
 def find_thoughts(

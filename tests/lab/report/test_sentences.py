@@ -1,11 +1,10 @@
 """Traces cut into thoughts: nothing is lost, and kinds agree with steering."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvpolicy_reasoner.task import make_problems
 
-from kvpolicy.lab.report.texts import ANSWER, PLAIN, TAG, cut, kinds_of, rules_for
+from kvpolicy.lab.report.texts import ANSWER, PLAIN, TAG, cut, kinds_of
 from kvpolicy.lab.steer.thoughts import Rule, ThoughtRules, find_thoughts, load_rules
 from kvpolicy.model.loading import load_model
 from kvpolicy.toolkit.paragraphs import Paragraphs
@@ -72,19 +71,6 @@ def test_kinds_agree_with_the_thoughts_of_steering() -> None:
         ours = [(k, t.strip()) for k, t in cut(text, problem.prompt, RULES) if k in kinds_of(RULES)]
         # Before the first delimiter that was generated nothing could be steered.
         assert [kind for kind, _ in ours[1:]] == [thought.kind for thought in thoughts]
-
-
-@pytest.mark.parametrize(
-    ("names", "found"),
-    [
-        (("reasoner", "x"), "reasoner"),
-        (("reasoner:level=hard", "x"), "reasoner"),
-        (("needle", "reasoner"), "reasoner"),
-        (("gsm8k", "deepseek-ai/some"), "published"),
-    ],
-)
-def test_rules_are_found_by_task_or_model(names: tuple[str, ...], found: str) -> None:
-    assert rules_for(*names) == found
 
 
 def test_kinds_are_unique_with_execution_first() -> None:

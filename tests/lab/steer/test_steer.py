@@ -26,7 +26,7 @@ from kvpolicy.lab.steer.calibrate import (
     write_traces,
 )
 from kvpolicy.lab.steer.hidden_states import MarkedTrace, states_before_thoughts
-from kvpolicy.lab.steer.thoughts import default_rules, find_thoughts, load_rules
+from kvpolicy.lab.steer.thoughts import find_thoughts, load_rules, rules_for
 from kvpolicy.lab.tasks.task import Example, Graded, GradeError, Split, load_task
 from kvpolicy.model.loading import load_model
 from kvpolicy.toolkit.paragraphs import Paragraphs
@@ -80,9 +80,18 @@ def test_the_reasoner_rules_compare_thoughts_between_plan_and_recapitulation() -
     assert list(EVERYTHING.scope.within(texts)) == list(range(8))
 
 
-def test_a_task_has_the_rules_of_its_name_or_the_published_ones() -> None:
-    assert default_rules("reasoner") == "reasoner"
-    assert default_rules("some-other-task") == "published"
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (("reasoner",), "reasoner"),
+        (("some-other-task",), "published"),
+        (("reasoner:level=hard", "x"), "reasoner"),
+        (("needle", "reasoner"), "reasoner"),
+        (("gsm8k", "deepseek-ai/some"), "published"),
+    ],
+)
+def test_rules_are_found_by_task_or_model(names: tuple[str, ...], found: str) -> None:
+    assert rules_for(*names) == found
 
 
 GOOD = '[[rules]]\nkind = "reflection"\nstarts = ["Wait"]\n'
