@@ -131,7 +131,13 @@ def ablate(
     from kvpolicy.lab.executors.executor import open_executor
     from kvpolicy.lab.models import ModelCache
     from kvpolicy.lab.store.store import Store
-    from kvpolicy.lab.sweep.prepare import build_sweep, check_facet, default_folder, load_sweep
+    from kvpolicy.lab.sweep.prepare import (
+        build_sweep,
+        check_facet,
+        default_folder,
+        load_sweep,
+        not_sampled,
+    )
 
     config = load_sweep(
         preset,
@@ -171,6 +177,10 @@ def ablate(
     ) as executor:
         sweep = build_sweep(config, executor, overrides=overrides or [], execute_code=execute_code)
         check_facet(sweep, by)
+        for name in not_sampled(config):
+            info(
+                f"{name} samples nothing: --temperature, --top-p and --attempts do not apply to it."
+            )
         sweep = attrs.evolve(sweep, record=record)
         folder = output or default_folder(sweep)
         if dry_run:

@@ -197,6 +197,13 @@ def build_sweep(
     return Sweep(config.name, list(settings.values()), list(cells.values()))
 
 
+def not_sampled(config: SweepConfig) -> list[str]:
+    """The tasks of a sweep that samples for which nothing is sampled, by their names as typed."""
+    if config.temperature == 0 and config.attempts == 1:
+        return []
+    return [name for name in config.tasks if _is_greedy(load_task(name))]
+
+
 def check_facet(sweep: Sweep, facet: str | None) -> None:
     """Refuse a facet that no example or metric has, before anything is computed.
 
@@ -248,7 +255,7 @@ def _settings(
                 task=tasks[task],
                 examples=wrap(examples, tokenizer),
                 split=config.split,
-                sampling=Sampling(config.temperature, top_p=config.top_p, seed=seed),
+                sampling=_sampling(config, tasks[task], seed),
                 seed=seed,
                 max_new_tokens=config.max_new_tokens,
                 slots=config.slots,
@@ -294,14 +301,26 @@ def _draw(config: SweepConfig, task: Task, name: str, seed: int) -> list[Example
     if not examples:
         msg = f"task '{name}' has no examples in its {config.split} split"
         raise TaskError(msg)
-    if config.attempts > 1 and config.temperature == 0:
+    attempts = 1 if _is_greedy(task) else config.attempts
+    if attempts > 1 and config.temperature == 0:
         msg = (
-            f"{config.attempts} attempts at each example would be identical at temperature 0; "
+            f"{attempts} attempts at each example would be identical at temperature 0; "
             "give for example --temperature 0.6 --top-p 0.95"
         )
         raise TaskError(msg)
-    numbers = range(config.attempts)
+    numbers = range(attempts)
     return [attrs.evolve(example, attempt=number) for example in examples for number in numbers]
+
+
+def _sampling(config: SweepConfig, task: Task, seed: int) -> Sampling:
+    if _is_greedy(task):
+        return Sampling(seed=seed)
+    return Sampling(config.temperature, top_p=config.top_p, seed=seed)
+
+
+def _is_greedy(task: Task) -> bool:
+    # A metric of another package may not say.
+    return getattr(task.metric, "is_greedy", False)
 
 
 def _stack(series: Series) -> str:

@@ -161,6 +161,7 @@ class Following:
     facets: Sequence[str] = attrs.field(default=(INSTRUCTION, PLACE), init=False)
     reads_reference: bool = attrs.field(default=False, init=False)
     runs_code: bool = attrs.field(default=False, init=False)
+    is_greedy: bool = attrs.field(default=False, init=False)
 
     @property
     def columns(self) -> Sequence[Column]:

@@ -76,6 +76,7 @@ class Perplexity:
     facets: abc.Sequence[str] = attrs.field(default=(), init=False)
     reads_reference: bool = attrs.field(default=True, init=False)
     runs_code: bool = attrs.field(default=False, init=False)
+    is_greedy: bool = attrs.field(default=True, init=False)
 
     @property
     def columns(self) -> abc.Sequence[Column]:
@@ -178,6 +179,7 @@ class Agreement:
     facets: abc.Sequence[str] = attrs.field(default=(), init=False)
     reads_reference: bool = attrs.field(default=False, init=False)
     runs_code: bool = attrs.field(default=False, init=False)
+    is_greedy: bool = attrs.field(default=True, init=False)
 
     @property
     def columns(self) -> abc.Sequence[Column]:

@@ -108,6 +108,7 @@ class Repetition:
     facets: abc.Sequence[str] = attrs.field(default=(), init=False)
     reads_reference: bool = attrs.field(default=False, init=False)
     runs_code: bool = attrs.field(default=False, init=False)
+    is_greedy: bool = attrs.field(default=True, init=False)
 
     @property
     def columns(self) -> abc.Sequence[Column]:

@@ -73,6 +73,7 @@ class Retention:
     facets: abc.Sequence[str] = attrs.field(default=(LAYER, HEAD, DISTANCE), init=False)
     reads_reference: bool = attrs.field(default=False, init=False)
     runs_code: bool = attrs.field(default=False, init=False)
+    is_greedy: bool = attrs.field(default=True, init=False)
 
     @property
     def columns(self) -> abc.Sequence[Column]:

@@ -214,6 +214,10 @@ class Metric(Protocol):
     def runs_code(self) -> bool:
         """Whether code written by a model is executed, which the user has to allow."""
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no token is sampled, so that all attempts at an example would be equal."""
+
     def begin(
         self, engine: "Engine", requests: Sequence[EvalRequest], shared: Shared
     ) -> Evaluation:
@@ -240,6 +244,7 @@ class Graded:
     name: str = attrs.field(default="answers", init=False)
     facets: Sequence[str] = attrs.field(default=(), init=False)
     reads_reference: bool = attrs.field(default=False, init=False)
+    is_greedy: bool = attrs.field(default=False, init=False)
 
     @property
     def columns(self) -> Sequence[Column]:

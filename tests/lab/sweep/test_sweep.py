@@ -18,7 +18,7 @@ from kvpolicy.lab.store.read import read_run
 from kvpolicy.lab.store.store import Store
 from kvpolicy.lab.sweep.grid import Sweep
 from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, SampleMeasured
-from kvpolicy.lab.sweep.prepare import build_sweep
+from kvpolicy.lab.sweep.prepare import build_sweep, not_sampled
 from kvpolicy.lab.sweep.runner import CellDone, SampleDone, run
 from kvpolicy.lab.sweep.sweep_file import Series, load_preset
 from kvpolicy.lab.tasks.task import EvalOutcome
@@ -173,6 +173,21 @@ def test_the_id_of_a_setting_depends_on_everything_its_samples_depend_on(
     # The keys of samples depend on the same, except for the choice of examples and the batch.
     keys = {setting.key("plan", one.examples[0]) for setting in (one, other)}
     assert len(keys) == (1 if change.keys() & {"n", "split", "slots"} else 2)
+
+
+@pytest.mark.parametrize("family", ["agreement", "perplexity", "repetition", "retention"])
+def test_what_is_not_sampled_has_no_temperature_and_one_attempt(family: str) -> None:
+    """Its attempts would be equal, and the plot would name a temperature that nothing had."""
+    tasks = ("reasoner", f"{family}:of=reasoner")
+    changes = {"temperature": 0.5, "top_p": 0.9, "attempts": 3, "seeds": (0, 1)}
+    graded, *_, measured = built(tasks=tasks, **changes).settings
+    assert (graded.sampling.temperature, graded.num_attempts) == (0.5, 3)
+    assert (measured.sampling.greedy, measured.num_attempts) == (True, 1)
+    alone = built(tasks=tasks, seeds=(0, 1)).settings[-1]
+    assert measured.id == alone.id
+    config = attrs.evolve(BASE, tasks=tasks, **changes)
+    assert not_sampled(config) == [tasks[1]]
+    assert not_sampled(attrs.evolve(BASE, tasks=tasks)) == []
 
 
 def test_one_model_under_two_names_is_run_once() -> None:
