@@ -14,6 +14,10 @@ Three renderings of a template make sure of it:
 * A template can also join its own letters with those of a message. In a *skeleton* the first and
   last letters of special tokens, and names as a whole, are replaced in messages: the control tokens
   of the prompt must be those of the skeleton, or the messages are refused.
+
+A content is a text or, of a template for images, a list of parts: ``{"type": "text", "text": ...}``
+and ``{"type": "image"}``. Templates read either or both; a text that a template reads in parts only
+is given to it as one.
 """
 
 import copy
@@ -41,6 +45,10 @@ _GIVEN = frozenset(
     {"add_generation_prompt", "continue_final_message", "documents", "messages"}
     | {"raise_exception", "strftime_now", "tools"}
 )
+# Kinds of parts of a content, which are the template's words.
+_KINDS = frozenset({"text", "image"})
+# A part that a template has written out as it is, instead of reading it.
+_WRITTEN_OUT = re.compile(rf"""text["']:\s*["']{_STAND_IN}""")
 # A block of transformers' own, which says what a template generates.
 _GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 
@@ -98,6 +106,37 @@ class ChatEncoder:
         return frozenset(read - _GIVEN - self._tokenizer.special_tokens_map.keys())
 
     @cached_property
+    def reads_parts(self) -> bool:
+        """Whether the template reads a content in parts, as those for images do."""
+        return self._reads([_text_part(_STAND_IN)])
+
+    @cached_property
+    def _reads_texts(self) -> bool:
+        return self._reads(_STAND_IN) or not self.reads_parts
+
+    def _reads(self, content: Any) -> bool:
+        """Whether the template writes the text of such a content."""
+        talk = [{"role": "user", "content": content}]
+        try:
+            text = str(self._tokenizer.apply_chat_template(talk, tokenize=False))
+        except Exception:  # templates are programs
+            return False
+        return _STAND_IN in text and not _WRITTEN_OUT.search(text)
+
+    def _readable(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message whose content has a form that the template reads."""
+        content = message.get("content")
+        if isinstance(content, str) and not self._reads_texts:
+            return {**message, "content": [_text_part(content)]}
+        if isinstance(content, list) and not self.reads_parts:
+            msg = (
+                "the chat template of this model reads texts alone, and a message has parts; leave "
+                "images out"
+            )
+            raise RequestError(msg)
+        return message
+
+    @cached_property
     def _own(self) -> list[str]:
         """The special tokens that the template writes around a user's message."""
         text = self.render([{"role": "user", "content": _STAND_IN}]).text
@@ -139,8 +178,8 @@ class ChatEncoder:
         """Put messages into the template.
 
         Args:
-            messages: ``role``, ``content`` and what else the template reads of each. Roles are
-                the template's words; everything else is text of users.
+            messages: ``role``, ``content`` and what else the template reads of each. Roles and
+                kinds of parts are the template's words; everything else is text of users.
             variables: What the template reads beside the messages; see `variables`.
             generation_prompt: Whether the prompt ends where the next answer begins.
             continue_last: Whether it ends within the last message instead.
@@ -149,13 +188,14 @@ class ChatEncoder:
             RequestError: The template refuses them, or has no such variable.
         """
         self.check_variables(variables or {})
+        readable = [self._readable(one) for one in messages]
         options = {
             "add_generation_prompt": generation_prompt and not continue_last,
             "continue_final_message": continue_last,
         }
 
         def rendering(change: Callable[[str], str], name: Callable[[str], str]) -> str:
-            changed = _changed(list(messages), change, name)
+            changed = _changed(readable, change, name)
             given = _changed(dict(variables or {}), change, name)
             try:
                 return str(
@@ -199,6 +239,14 @@ class ChatEncoder:
                 raise RequestError(msg)
         return ids
 
+    def control_texts(self, chat: RenderedChat) -> list[str]:
+        """The special tokens whose texts stand in messages, where they are text."""
+        return [
+            text
+            for text, number in zip(self._special, self._ids, strict=True)
+            if number in self._control and self._hiding.mark_of[text] in chat.text
+        ]
+
     def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -237,24 +285,32 @@ class _Marks:
         self.secret = "".join(chr(first + 1 + secrets.randbelow(last - first)) for _ in range(8))
         self.marks = [self.secret + chr(_NUMBERS + number) for number in range(len(texts))]
         self._texts = texts
-        self._mark_of = dict(zip(texts, self.marks, strict=True))
+        self.mark_of = dict(zip(texts, self.marks, strict=True))
         self._pattern = re.compile(f"{self.secret}(.)", re.DOTALL)
 
     def mark(self, found: re.Match[str]) -> str:
         """The mark of a text that was found."""
-        return self._mark_of[found[0]]
+        return self.mark_of[found[0]]
 
     def unmarked(self, text: str) -> str:
         """A text with its marks replaced by what they stand for."""
         return self._pattern.sub(lambda found: self._texts[ord(found[1]) - _NUMBERS], text)
 
 
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
 def _changed(value: Any, change: Callable[[str], str], name: Callable[[str], str]) -> Any:
-    """Data with its texts changed, those of names in a way of their own; roles stay."""
+    """Data with its texts changed, those of names in a way of their own; roles and kinds stay."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        by_key: dict[str, Callable[[str], str]] = {"name": name, "role": str}
+
+        def kind(text: str) -> str:
+            return text if text in _KINDS else change(text)
+
+        by_key: dict[str, Callable[[str], str]] = {"name": name, "role": str, "type": kind}
         return {
             key: by_key[key](one)
             if key in by_key and isinstance(one, str)

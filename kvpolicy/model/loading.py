@@ -15,10 +15,12 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedModel,
+    ProcessorMixin,
 )
 
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import ModelError
+from kvpolicy.extras import install_extra
 from kvpolicy.files import read_json
 from kvpolicy.model.gguf import SUFFIX, read_gguf, readable_folder
 from kvpolicy.model.hub import hub_reachable
@@ -126,6 +128,41 @@ def load_model(
     if packing:
         model = packed_model(model, cpu_weights=cpu_weights, release=True)
     return model, tokenizer
+
+
+def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> ProcessorMixin:
+    """Load what prepares images and texts for a model.
+
+    Args:
+        name: As for `load_model`.
+        trust_remote_code: Whether to run code that comes with the model.
+
+    Returns:
+        The processor, which has a tokenizer of its own.
+
+    Raises:
+        ModelError: The model has none for images, or it cannot be loaded.
+    """
+    from transformers import AutoProcessor  # with the code that reads images
+
+    source = _find(name, "auto").tokenizer
+    with quiet_libraries():
+        try:
+            processor = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            reason = first_sentence(error).removesuffix(".")
+            if "torchvision" in reason.lower():
+                reason = f"it needs torchvision; run `{install_extra('images')}`"
+            msg = f"the processor of model '{name}' cannot be loaded: {reason}"
+            raise ModelError(msg) from error
+    # Where a folder has none, transformers gives the tokenizer.
+    if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
+        msg = (
+            f"model '{name}' has no processor that prepares images; add preprocessor_config.json "
+            "and processor_config.json to its folder"
+        )
+        raise ModelError(msg)
+    return processor
 
 
 def load_skeleton(

@@ -101,7 +101,8 @@ def from_validation(error: RequestValidationError) -> ApiError:
     """
     first = error.errors()[0]
     context = first.get("ctx") or {}
-    param, given = _param((*first["loc"], *context.get("param", "").split("."))), first.get("input")
+    within = (int(one) if one.isdigit() else one for one in context.get("param", "").split("."))
+    param, given = _param((*first["loc"], *within)), first.get("input")
     if not param:
         what = "empty" if first["type"] == "missing" else _described(given)
         return ApiError(400, f"the body is {what}; send a JSON object")

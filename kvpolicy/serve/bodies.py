@@ -9,12 +9,14 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
+import attrs
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    InstanceOf,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -31,6 +33,7 @@ Schema = dict[str, Any]  # of JSON
 MAX_CHOICES = 16  # of one prompt
 MAX_PROMPTS = 64  # of one body
 MAX_MESSAGES = 2048
+MAX_IMAGES = 16  # of one body: a small one, too, may become as large as the model sees
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256  # characters
 MAX_TOP_LOGPROBS = 20
@@ -327,40 +330,107 @@ class CompletionBody(GenerationBody):
         return self
 
 
-# Parts of OpenAI's interface that are no text.
-_NOT_OF_TEXT = ("image_url", "input_image", "input_audio", "video_url", "audio_url", "file")
+# Parts of OpenAI's interface that are neither text nor an image in a message.
+_OTHER_PARTS = ("input_text", "input_image", "input_audio", "video_url", "audio_url", "file")
+_FORMS = (
+    'parts {"type": "text", "text": TEXT} or {"type": "image_url", "image_url": {"url": DATA_URL}}'
+)
+
+
+@attrs.frozen
+class ImagePart:
+    """An image in a message.
+
+    Attributes:
+        url: A ``data:`` URL, not decoded.
+    """
+
+    url: str = attrs.field(repr=False)
 
 
 def _text_of(value: Any) -> Any:
     """The text of a content, which may come in parts."""
-    if not isinstance(value, list):
+    found = _content(value)
+    if isinstance(found, tuple):
+        msg = "should be a text, and has an image"
+        raise ValueError(msg)
+    return found
+
+
+def _content(value: Any) -> Any:
+    """A text, or a tuple of parts if one of them is an image."""
+    if isinstance(value, str):
         return _plain(value)
-    texts = []
-    for part in value:
-        # What else a part has is for caches of other servers.
-        kind = part.get("type") if isinstance(part, dict) else None
-        is_text = kind == "text"
-        if kind in _NOT_OF_TEXT:
-            msg = (
-                f"has a part {kind!r}, and this server takes text alone; give images in Python, to "
-                "Request(images=...) of an engine or to generate() with a PolicyCache"
-            )
-            raise ValueError(msg)
-        if not is_text or not isinstance(part.get("text"), str):
-            msg = 'should be a text, or parts {"type": "text", "text": TEXT}'
-            raise ValueError(msg)
-        texts.append(part["text"])
-    return _plain("".join(texts))
+    if not isinstance(value, list):
+        msg = f"should be a text, or {_FORMS}"
+        raise ValueError(msg)
+    parts = [_part(part, number) for number, part in enumerate(value)]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(parts) else tuple(parts)
 
 
-_PART = {
+def _part(part: Any, number: int) -> str | ImagePart:
+    # What else a part has is for caches of other servers.
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "image_url":
+        return _image(part.get("image_url"), f"{number}.image_url")
+    if kind in _OTHER_PARTS:
+        _refuse(f"{number}.type", f"is {kind!r}, and this server takes {_FORMS}")
+    if kind != "text" or not isinstance(part.get("text"), str):
+        msg = f"should be a text, or {_FORMS}"
+        raise ValueError(msg)
+    return str(_plain(part["text"]))
+
+
+def _image(given: Any, param: str) -> ImagePart:
+    url = given.get("url") if isinstance(given, dict) else None
+    if not isinstance(url, str):
+        _refuse(param, 'should be an object {"url": "data:image/png;base64,..."}')
+    for name, value in given.items():
+        field = fields.IMAGE_URL.get(name)
+        if name != "url" and (field is None or not field.takes(value, given)):
+            instead = "leave it out" if field is None else field.instead
+            what = f"is not supported by this server; {instead}"
+            _refuse(f"{param}.{visible(name[:_MOST_SHOWN])}", what)
+    if not url.startswith("data:"):
+        what = (
+            "is the address of an image, and this server fetches nothing; send the image itself, as"
+            ' "data:image/png;base64,..."'
+        )
+        _refuse(f"{param}.url", what)
+    return ImagePart(url)
+
+
+_TEXT_PART = {
     "type": "object",
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": _PLAIN},
 }
-_CONTENT = {"anyOf": [_PLAIN, {"type": "array", "items": _PART}]}
+_IMAGE_PART = {
+    "type": "object",
+    "required": ["type", "image_url"],
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {
+            "type": "object",
+            "required": ["url"],
+            "properties": {
+                "url": {"type": "string", "pattern": "^data:"},
+                **{name: field.schema for name, field in fields.IMAGE_URL.items()},
+            },
+            "additionalProperties": False,
+        },
+    },
+}
+_TEXT = {"anyOf": [_PLAIN, {"type": "array", "items": _TEXT_PART}]}
+_CONTENT = {"anyOf": [_PLAIN, {"type": "array", "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]}}]}
 
-Text = Annotated[str, BeforeValidator(_text_of), WithJsonSchema(_CONTENT)]
+Text = Annotated[str, BeforeValidator(_text_of), WithJsonSchema(_TEXT)]
+Content = Annotated[
+    str | tuple[str | InstanceOf[ImagePart], ...],
+    BeforeValidator(_content),
+    WithJsonSchema(_CONTENT),
+]
 
 
 def _plain_data(value: Any) -> Any:
@@ -379,9 +449,15 @@ class Message(_Strict):
     is_open: ClassVar[bool] = True  # as what clients keep beside a message
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text
+    content: Content
     name: Name | None = None
     reasoning_content: Text | None = None
+
+    @property
+    def images(self) -> list[tuple[int, ImagePart]]:
+        """Its images, with the number of the part that each is."""
+        parts = () if isinstance(self.content, str) else self.content
+        return [(number, part) for number, part in enumerate(parts) if isinstance(part, ImagePart)]
 
 
 _VARIABLES = {
@@ -421,6 +497,13 @@ class ChatBody(GenerationBody):
         effort = self.reasoning_effort
         own = {} if effort is None else {"reasoning_effort": effort}
         return own | (self.chat_template_kwargs or {})
+
+    @model_validator(mode="after")
+    def _few_images(self) -> "ChatBody":
+        found = sum(len(message.images) for message in self.messages)
+        if found > MAX_IMAGES:
+            _refuse("messages", f"have {found} images, and may have {MAX_IMAGES}; leave some out")
+        return self
 
     @model_validator(mode="after")
     def _agree(self) -> "ChatBody":

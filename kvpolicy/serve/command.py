@@ -179,6 +179,15 @@ def serve(
         str,
         typer.Option(metavar="BYTES", help="Largest body of a request.", rich_help_panel=LIMITS),
     ] = "2MiB",
+    max_pixels: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Most pixels of the images of a request, together.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 32 << 20,
     max_requests: Annotated[
         int,
         typer.Option(
@@ -326,6 +335,7 @@ def serve(
     names = _names(served_model_name or [model_name(model)], [*plans])
     from kvpolicy.engine.bound_plan import DEFAULT_MAX_TOKENS
     from kvpolicy.engine.engine import DEFAULT_SLOTS
+    from kvpolicy.model.image_prompts import READS_TEXT, processor_for
     from kvpolicy.serve.launch import bound_to, hosts_of, serve_model, served_model
     from kvpolicy.serve.logs import logging_to
     from kvpolicy.serve.server import Certificate
@@ -337,6 +347,7 @@ def serve(
         origins=_origins(allow_origin or []),
         hosts=hosts_of(host, allowed_host or []),
         max_body=largest_body,
+        max_pixels=max_pixels,
         max_requests=max_requests,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
@@ -384,6 +395,10 @@ def serve(
         # A port that is taken and a store that cannot be made are found before the model.
         store = prefix_store(of_store)
         loaded, tokenizer = decoder.load()
+        remote = decoder.loading["trust_remote_code"]
+        processor, no_images = processor_for(loaded, model, trust_remote_code=remote)
+        if processor is None and no_images != READS_TEXT:
+            info(f"messages may have no images: {no_images}.")
         served = served_model(
             names[0],
             loaded,
@@ -392,6 +407,8 @@ def serve(
             settings,
             prefix_store=store,
             aliases=names[1:],
+            processor=processor,
+            no_images=no_images,
             **options,
         )
         for offered in served.plans:

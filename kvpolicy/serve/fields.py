@@ -142,4 +142,8 @@ MESSAGE: Mapping[str, Unserved] = {
 }
 """Of a message; what else a message has, such as an ``id``, changes nothing."""
 
+IMAGE_URL: Mapping[str, Unserved] = {
+    "detail": _only("auto", instead="the processor of the model chooses the resolution"),
+}
+
 STREAM_OPTIONS: Mapping[str, Unserved] = {"include_obfuscation": _ANY}

@@ -17,6 +17,7 @@ from kvpolicy.errors import EngineClosedError, QueueFullError, RequestError
 from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.bodies import GenerationBody
 from kvpolicy.serve.plans import ServedPlan
+from kvpolicy.serve.prompts import Prompt
 from kvpolicy.serve.record import Record
 from kvpolicy.validators import MAX_SEED
 
@@ -44,7 +45,7 @@ class Limits:
 
 def requests_of(
     body: GenerationBody,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[Prompt],
     sampling: Sampling,
     limits: Limits,
     stop_ids: Sequence[int] | None,
@@ -57,7 +58,7 @@ def requests_of(
 
     Args:
         body: The body.
-        prompts: Tokens of its prompts.
+        prompts: Its prompts.
         sampling: How its first choice is sampled.
         limits: Its limits.
         stop_ids: Tokens that end a choice; ``None``: the model's own.
@@ -66,7 +67,7 @@ def requests_of(
     seeds = [(sampling.seed + i) % (MAX_SEED + 1) for i in range(body.n)]
     return [
         Request(
-            prompt,
+            prompt.tokens,
             limits.max_new_tokens,
             attrs.evolve(sampling, seed=seed),
             tuple(body.stop),
@@ -77,6 +78,7 @@ def requests_of(
             prompt_logprobs=limits.prompt_logprobs,
             snapshot=snapshot,
             include_stop=body.include_stop_str_in_output,
+            images=prompt.images,
         )
         for prompt in prompts
         for seed in seeds

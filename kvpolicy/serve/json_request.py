@@ -82,4 +82,6 @@ class JsonRequest(Request):
 
     def _too_large(self) -> ApiError:
         most = format_bytes(self.settings.max_body)
-        return ApiError(413, f"the body has more than {most}; send a shorter prompt")
+        return ApiError(
+            413, f"the body has more than {most}; send a shorter prompt or smaller images"
+        )

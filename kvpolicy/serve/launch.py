@@ -1,5 +1,6 @@
 """From a model and plans to a running server."""
 
+import copy
 import ipaddress
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError, is_out_of_memory
+from kvpolicy.model.image_prompts import READS_TEXT, chat_template_of
 from kvpolicy.plan.plan import Plan
 from kvpolicy.serve.engine_log import EngineLog
 from kvpolicy.serve.guard import LOOPBACK_HOSTS
@@ -94,6 +96,8 @@ def served_model(
     kv_memory: int | None = None,
     prefix_store: PrefixStore | None = None,
     aliases: Sequence[str] = (),
+    processor: Any = None,
+    no_images: str = READS_TEXT,
     **engine_options: Any,
 ) -> ServedModel:
     """Build an engine for each plan; all of them have the weights of one model.
@@ -109,11 +113,18 @@ def served_model(
             slots says.
         prefix_store: What all plans reuse; ``None``: nothing.
         aliases: Further names of the model.
+        processor: What prepares the images of chats, see `processor_for`; its chat template is
+            that of all chats.
+        no_images: Why there is none.
         engine_options: Further arguments of `Engine`.
 
     Raises:
         KVPolicyError: A plan does not fit the model, or not one sequence the memory.
     """
+    template = chat_template_of(processor)
+    if template is not None and template != tokenizer.chat_template:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = template
     served = []
     for plan_name, plan in plans.items():
         engine = Engine(
@@ -144,7 +155,7 @@ def served_model(
         served.append(
             ServedPlan(plan_name, model_id, engine, running, log, max_len, max_prompt_len, most)
         )
-    return ServedModel(name, tokenizer, served, prefix_store, aliases)
+    return ServedModel(name, tokenizer, served, prefix_store, aliases, processor, no_images)
 
 
 def _too_large(plan: str, engine: Engine, max_len: int, max_prompt_len: int) -> KVPolicyError:

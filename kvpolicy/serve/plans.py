@@ -17,6 +17,7 @@ from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.engine.requests.results import EngineStats
 from kvpolicy.engine.reuse.store import PrefixStore
+from kvpolicy.model.image_prompts import READS_TEXT
 from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.engine_log import EngineLog, broken_sentence
 from kvpolicy.serve.record import Record
@@ -97,6 +98,8 @@ class ServedModel:
         plans: The plans; the first one answers to the name of the model alone.
         prefix_store: What the engines of all plans reuse; ``None``: nothing.
         aliases: Further names of it.
+        processor: What prepares the images of chats; ``None``: they may have none.
+        no_images: Why they may have none.
         created: When it was loaded, in seconds since 1970.
     """
 
@@ -105,6 +108,8 @@ class ServedModel:
     plans: Sequence[ServedPlan]
     prefix_store: PrefixStore | None = None
     aliases: Sequence[str] = ()
+    processor: Any = None
+    no_images: str = READS_TEXT
     created: int = attrs.field(factory=lambda: int(time.time()))
     _bytes: dict[int, bytes] = attrs.field(factory=dict, init=False)
 

@@ -20,7 +20,7 @@ from kvpolicy.serve.defects import answer_to_defect, note_defect
 from kvpolicy.serve.generation import SHUTTING_DOWN, Generation, Limits, random_seed, requests_of
 from kvpolicy.serve.kept import KeptRows
 from kvpolicy.serve.plans import ServedModel, ServedPlan
-from kvpolicy.serve.prompts import PromptEncoder
+from kvpolicy.serve.prompts import Prompt, PromptEncoder
 from kvpolicy.serve.record import Outcome, Record
 from kvpolicy.serve.replies import ChatReply, CompletionReply, Reply, cached_tokens, token_counts
 from kvpolicy.serve.settings import ServerSettings
@@ -66,8 +66,7 @@ class Service:
     def _encoder(self) -> PromptEncoder:
         plans = self.model.plans
         longest = max(plan.max_prompt_len for plan in plans)
-        vocab_size = plans[0].engine.adapter.vocab_size
-        return PromptEncoder(self.model.tokenizer, vocab_size, longest)
+        return PromptEncoder(self.model, longest, self.settings.max_pixels)
 
     async def complete(self, http: HttpRequest, body: CompletionBody) -> Response:
         """Answer a completion.
@@ -90,7 +89,8 @@ class Service:
             body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
-        reply = CompletionReply(body, self.model, plan, prompts if body.echo else None)
+        echoed = [prompt.tokens for prompt in prompts] if body.echo else None
+        reply = CompletionReply(body, self.model, plan, echoed)
         return await self._answer(http, body, prompts, limits, reply, plan)
 
     async def chat(self, http: HttpRequest, body: ChatBody) -> Response:
@@ -128,14 +128,14 @@ class Service:
     def _most_tokens(
         self,
         plan: ServedPlan,
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Sequence[Prompt],
         wanted: int | None,
         usual: int | None,
         *,
         param: str,
     ) -> int:
         """The most new tokens: as many as wanted, or else the usual number within the limits."""
-        longest = max(map(len, prompts))
+        longest = max(len(prompt.tokens) for prompt in prompts)
         has = f"the prompt has {format_count(longest, 'token')}"
         if longest > plan.max_prompt_len:
             message = f"{has}; this server takes prompts of up to {plan.max_prompt_len:,}"
@@ -170,13 +170,13 @@ class Service:
         self,
         http: HttpRequest,
         body: CompletionBody | ChatBody,
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Sequence[Prompt],
         limits: Limits,
         reply: Reply,
         plan: ServedPlan,
     ) -> Response:
         record: Record = http.state.record
-        record.prompt_tokens = sum(map(len, prompts))
+        record.prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         num_choices = body.n * len(prompts)
         if num_choices > plan.max_choices:
             message = (
@@ -197,7 +197,8 @@ class Service:
             raise
         record.outcome = "cancelled"  # unless it ends in another way
         if body.stream:
-            kept = KeptRows(generation, self.model, prompts[0]) if body.kvpolicy.kept else None
+            watched = prompts[0].tokens
+            kept = KeptRows(generation, self.model, watched) if body.kvpolicy.kept else None
             return _Stream(_events(generation, reply, body, record, kept), generation)
         try:
             await unless_gone(http, generation.finish())

@@ -10,6 +10,7 @@ if sys.platform != "win32":
 KEYS = "KVPOLICY_API_KEY"  # environment variable with the keys, with spaces between
 
 MAX_BODY = 2 << 20
+MAX_PIXELS = 32 << 20
 MAX_REQUESTS = 256
 MAX_CONNECTIONS = 1024
 REQUEST_TIMEOUT_S = 600.0
@@ -36,6 +37,7 @@ class ServerSettings:
         origins: Origins of pages in browsers that may read answers; ``"*"`` is any.
         hosts: Names by which clients may call the server, without ports; ``None``: any.
         max_body: The largest body of a request, in bytes.
+        max_pixels: The most pixels that the images of a request may have together.
         max_requests: The most requests that are answered at the same time, of all kinds.
         max_connections: The most connections; one more ends that which has been idle longest.
         max_prompt_tokens: The longest prompt; ``None``: what the model has positions for.
@@ -51,6 +53,7 @@ class ServerSettings:
     origins: tuple[str, ...] = ()
     hosts: frozenset[str] | None = None
     max_body: int = MAX_BODY
+    max_pixels: int = MAX_PIXELS
     max_requests: int = MAX_REQUESTS
     max_connections: int = attrs.field(factory=most_connections)
     max_prompt_tokens: int | None = None

@@ -233,3 +233,62 @@ def test_the_tokenizer_is_not_changed() -> None:
     encode.tokens([{"role": "user", "content": f"a{END}"}])
     assert (tokenizer.get_vocab(), len(tokenizer)) == before
     assert special_of(tokenizer, tokenizer(END)["input_ids"]) == [END]
+
+
+# Contents in parts
+
+PARTS = (
+    "{% for m in messages %}{{ '<|turn|>' + m.role + '\n' }}{% for part in m.content %}"
+    "{% if part.type == 'image' %}{{ '<s>' }}{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{{ '<|end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>a\n' }}{% endif %}"
+)
+# As those of models that take texts, too.
+EITHER = PARTS.replace(
+    "{% for part in m.content %}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}",
+).replace("{% endif %}{% endfor %}{{ '<|end|>", "{% endif %}{% endfor %}{% endif %}{{ '<|end|>")
+
+
+def encoder_of(template: str) -> ChatEncoder:
+    tokenizer = with_specials(bpe_tokenizer())
+    tokenizer.chat_template = template
+    return ChatEncoder(tokenizer)
+
+
+@pytest.mark.parametrize("template", [PARTS, EITHER])
+def test_a_text_is_read_by_templates_that_read_parts(template: str) -> None:
+    texts = [{"role": "u", "content": "hi <s> you"}, {"role": "a", "content": ""}]
+    expected = encoder_of(CHATML).tokens(texts)
+    assert encoder_of(template).tokens(texts) == expected
+    parts = [
+        {"role": "u", "content": [{"type": "text", "text": one} for one in ("hi <s>", " you")]},
+        texts[1],
+    ]
+    assert encoder_of(template).tokens(parts) == expected
+
+
+@pytest.mark.parametrize("template", [PARTS, EITHER])
+def test_only_an_image_writes_its_mark(template: str) -> None:
+    encoder = encoder_of(template)
+    content = [
+        {"type": "text", "text": "a <s> b"},
+        {"type": "image"},
+        {"type": "text", "text": "c"},
+    ]
+    chat = encoder.render([{"role": "u", "content": content}])
+    (mark,) = encoder_of(CHATML)._tokenizer.convert_tokens_to_ids([MARK])
+    assert encoder.encode(chat).count(mark) == 1
+    assert chat.shown.count(MARK) == 2
+    assert encoder.control_texts(chat) == [MARK]
+    plain = encoder.render([{"role": "u", "content": [{"type": "image"}]}])
+    assert encoder.control_texts(plain) == []
+
+
+@pytest.mark.parametrize(
+    "template", [*TEMPLATES, "{{ messages[0].content }}", "{{ messages | tojson }}"]
+)
+def test_parts_are_refused_by_templates_that_read_texts(template: str) -> None:
+    encoder = encoder_of(template)
+    assert not encoder.reads_parts
+    with pytest.raises(RequestError):
+        encoder.tokens([{"role": "u", "content": [{"type": "image"}]}])

@@ -134,7 +134,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     (
         {"messages": [TALK[1], {"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[1].content",
+        "messages[1].content[0].image_url",
     ),
     (
         {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},

@@ -8,7 +8,15 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvpolicy.serve.fields import CHAT, COMPLETION, MESSAGE, REQUEST, STREAM_OPTIONS, Unserved
+from kvpolicy.serve.fields import (
+    CHAT,
+    COMPLETION,
+    IMAGE_URL,
+    MESSAGE,
+    REQUEST,
+    STREAM_OPTIONS,
+    Unserved,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "serving.md"
 HEAD = "| field | of | taken, and changes nothing | instead of others |\n|---|---|---|---|\n"
@@ -19,6 +27,7 @@ WHERE: dict[str, Mapping[str, Unserved]] = {
     "completions": {name: field for name, field in COMPLETION.items() if name not in REQUEST},
     "chats": {name: field for name, field in CHAT.items() if name not in REQUEST},
     "messages": MESSAGE,
+    "image_url": IMAGE_URL,
     "stream_options": STREAM_OPTIONS,
 }
 

@@ -23,6 +23,7 @@ from step_gate import Gate
 from tiny import shared_model, tiny_tokenizer
 
 from kvpolicy import Plan, PrefixStore
+from kvpolicy.model.image_prompts import READS_TEXT
 from kvpolicy.serve.launch import bound_to, hosts_of, served_model, socket_url
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.server import Certificate, Server
@@ -168,6 +169,8 @@ def serving(
     aliases: Sequence[str] = (),
     certificate: Certificate | None = None,
     send_buffer: int | None = None,
+    processor: Any = None,
+    no_images: str = READS_TEXT,
     **settings: Any,
 ) -> Iterator[Running]:
     """Run a server.
@@ -189,6 +192,8 @@ def serving(
         kv_memory=kv_memory,
         prefix_store=prefix_store,
         aliases=aliases,
+        processor=processor,
+        no_images=no_images,
         slots=slots,
     )
     gates = {plan.name: Gate() for plan in served.plans}

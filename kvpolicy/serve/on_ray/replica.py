@@ -15,6 +15,7 @@ from uvicorn.lifespan.on import LifespanOn
 
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.model.image_prompts import processor_for
 from kvpolicy.model.loading import load_model
 from kvpolicy.serve.app import create_app
 from kvpolicy.serve.launch import served_model
@@ -143,6 +144,8 @@ def service_of(config: ServeConfig) -> Service:
         KVPolicyError: It cannot be served here.
     """
     model, tokenizer = load_model(config.model, **config.loading)
+    remote = config.loading.get("trust_remote_code", False)
+    processor, no_images = processor_for(model, config.model, trust_remote_code=remote)
     store = None if config.prefix_store is None else PrefixStore(**config.prefix_store)
     served = served_model(
         config.name,
@@ -152,6 +155,8 @@ def service_of(config: ServeConfig) -> Service:
         config.settings,
         prefix_store=store,
         aliases=config.aliases,
+        processor=processor,
+        no_images=no_images,
         **config.engine,
     )
     # The router has checked the host and the origin, and replicas are given no keys.

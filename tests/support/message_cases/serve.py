@@ -8,12 +8,15 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
+from tiny_processor import picture, url_of
 
 from kvpolicy.cli.app import run
-from kvpolicy.serve.api_errors import from_validation
-from kvpolicy.serve.bodies import ChatBody, CompletionBody
+from kvpolicy.serve.api_errors import ApiError, from_validation
+from kvpolicy.serve.bodies import ChatBody, CompletionBody, Message
+from kvpolicy.serve.images import ImageReader
 
 TALK = [{"role": "user", "content": "a"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 
 
 def refused(kind: type[BaseModel], **fields: Any) -> str:
@@ -63,6 +66,26 @@ def other_body(content: object) -> Callable[[Path], str]:
     return told
 
 
+def image(**fields: Any) -> Callable[[Path], str]:
+    """A message with an image, given by these fields."""
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", **fields}}
+    return chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a"}, part]}])
+
+
+def read(url: str) -> Callable[[Path], str]:
+    """An image that is to be decoded."""
+
+    def told(_: Path) -> str:
+        message = Message(role="user", content=[{"type": "image_url", "image_url": {"url": url}}])
+        try:
+            ImageReader(max_pixels=100).read([message])
+        except ApiError as error:
+            return str(error.body()["error"]["message"])
+        raise AssertionError(url)
+
+    return told
+
+
 CASES: dict[str, Callable[[Path], object]] = {
     "no body": no_body,
     "a list for a body": other_body([1, 2]),
@@ -87,6 +110,16 @@ CASES: dict[str, Callable[[Path], object]] = {
     "a message of a tool": chat(messages=[{"role": "tool", "content": "a"}]),
     "two limits that differ": chat(max_tokens=2, max_completion_tokens=3),
     "alternatives without log-probabilities": chat(top_logprobs=2),
+    "a content that is none": chat(messages=[{"role": "user", "content": 5}]),
+    "a sound": chat(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]),
+    "the address of an image": image(url="https://example.com/a.png"),
+    "a resolution": image(detail="high"),
+    "too many images": chat(messages=[{"role": "user", "content": [IMAGE]}] * 17),
+    "an image without base64": read("data:image/png,abc"),
+    "an image with half of its base64": read("data:image/png;base64,iVBORw0KG"),
+    "an image that is a text": read("data:image/png;base64,aGVsbG8="),
+    "an image that is too large": read(url_of(picture(0))),
+    "an image that is cut": read(url_of(picture(0, 8, 8))[:-40]),
     "slots and memory": serve("--slots", 2, "--kv-memory", "1GiB"),
     "a size without its unit": serve("--kv-memory", "8G"),
     "two plans of one name": serve("--plan", "FOLDER/small.toml", "--plan", "FOLDER/small.toml"),
