@@ -2,8 +2,8 @@
 
 A decode step stores one new row in every slot and attends from it to the rows that the slot holds.
 Its tensors have fixed shapes and fixed addresses; how many rows a slot holds is one of them, and is
-read where the rows are attended to. Eager forwards, of many tokens, attend in torch on every
-device, see `kvpolicy.attention.eager`.
+read where the rows are attended to. For eager forwards, of many tokens, see
+`kvpolicy.attention.eager`.
 
 Shapes: ``W`` slots, ``H_q`` query heads, ``H_kv`` KV heads, ``R`` rows of a slab, head size ``D``.
 """

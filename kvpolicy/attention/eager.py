@@ -1,17 +1,19 @@
-"""Attention in an eager forward, from many queries, in torch on every device.
+"""Attention in an eager forward, from many queries.
 
 By torch's fused kernels, or by softmax weights where rows accumulate them or the softmax is not
-plain: in blocks of queries, so that no tensor of all weights is made. A block's weights take at
-most `kvpolicy.attention.blocks.BLOCK_BYTES`; logits and a copy in the model's dtype come on top.
+plain: on a GPU in kernels where it has them (`kvpolicy.attention.by_weights`), else in torch's
+operations, in blocks of queries, so that no tensor of all weights is made. A block's weights take
+at most `kvpolicy.attention.blocks.BLOCK_BYTES`; logits and a copy in the model's dtype come on top.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableSet
 
 import torch
 from torch import Tensor
 
 from kvpolicy.attention.accumulators import accumulate, read_logits
 from kvpolicy.attention.blocks import blocks
+from kvpolicy.attention.by_weights import LEAST_QUERIES, attend_by_weights, on_gpu, why_not
 from kvpolicy.attention.fused import attend_fused, output_for
 from kvpolicy.attention.softmax import Softmax
 from kvpolicy.attention.visible import Visible
@@ -26,6 +28,7 @@ def attend(
     scaling: float,
     softmax: Softmax,
     accumulated: Mapping[str, Tensor],
+    problems: MutableSet[str] | None = None,
 ) -> Tensor:
     """Attend from new tokens to rows, of which those of the new tokens are the last.
 
@@ -37,21 +40,36 @@ def attend(
         scaling: Factor on the logits.
         softmax: The layer's softmax.
         accumulated: Accumulators by name, ``[B, H_kv, T]`` each, fp32; changed in place.
+        problems: Takes up why a GPU does not do this in kernels, if it does not.
 
     Returns:
         ``[B, H_q, L, V]``; for pads finite, and of no meaning.
     """
+    by_weights = bool(accumulated) or not softmax.is_plain
+    if by_weights and on_gpu(keys.device) and queries.shape[2] >= LEAST_QUERIES:
+        if (problem := why_not(queries, keys, values, visible)) is None:
+            return attend_by_weights(
+                queries,
+                keys,
+                values,
+                visible,
+                scaling=scaling,
+                softmax=softmax,
+                accumulated=accumulated,
+            )
+        if problems is not None:
+            problems.add(problem)
     parts = visible.parts
     output = torch.empty(0) if len(parts) == 1 else output_for(queries, values).zero_()
     for part in parts:
         of_queries = (part.entries, slice(None), part.columns)
         of_rows = (part.entries, slice(None), part.rows)
         given = queries[of_queries], keys[of_rows], values[of_rows], part.visible, scaling
-        if softmax.is_plain and not accumulated:
-            found = attend_fused(*given)
-        else:
+        if by_weights:
             tracks = {name: track[of_rows] for name, track in accumulated.items()}
             found = _weighted(*given, softmax, tracks)
+        else:
+            found = attend_fused(*given)
         if len(parts) == 1:
             return found
         output[of_queries] = found

@@ -144,6 +144,11 @@ class Visible:
         """Rows of each sequence, ``[B, 1, 1]``."""
         return upload(self.num_rows[:, None, None], self.device)
 
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Tokens of each sequence, and its rows, for kernels, ``[2, B]``."""
+        return upload(np.stack([self.lengths, self.num_rows]), self.device)
+
     @property
     def _is_causal(self) -> bool:
         """Whether a query sees all rows up to its own."""

@@ -29,6 +29,7 @@ class EagerStep:
             layers attend, too.
         states: The states of each layer that has any, by its number: copies until `commit`.
         attended: Layers whose attention was computed.
+        problems: Why attention by weights was not computed in kernels, on a GPU.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class EagerStep:
         self.shared_rows: dict[int, tuple[Tensor, Tensor]] = {}
         self.states: Mapping[int, Any] = self._open_states() if cache.states else {}
         self.attended: set[int] = set()
+        self.problems: set[str] = set()
 
     def _seen(self, cache: KVCache, slots: np.ndarray) -> np.ndarray:
         """Tokens that the slots have seen before, ``[B]``."""

@@ -64,6 +64,7 @@ class Runner:
         self._compiled, self._graph_problem = compiled, graph_problem
         self._num_taken = num_taken
         self._newest: Step | None = None  # of the static ones
+        self._by_weights: set[str] = set()  # why a GPU does not attend so in kernels
         self._answer: tuple[Tensor, Tensor | None]  # logits and states of the newest
         self.as_it_is: StaticForward = compiled or static_forward
         self._on_gpu = adapter.device.type == "cuda"
@@ -99,7 +100,9 @@ class Runner:
             return f"{path}, in graphs, not fused: {not_fused}"
         path = f"{path}, fused, in graphs" if self.graphs.fused else f"{path}, in graphs"
         of_prompts = self._adapter.prompts_problem
-        return path if of_prompts is None else f"{path}, prompts not fused: {of_prompts}"
+        path = path if of_prompts is None else f"{path}, prompts not fused: {of_prompts}"
+        reasons = "; ".join(sorted(self._by_weights))
+        return f"{path}, weights of prompts in torch: {reasons}" if reasons else path
 
     @property
     def _way(self) -> StaticForward:
@@ -160,6 +163,7 @@ class Runner:
             embedded=step.embedded,
         )
         logits, states = self._adapter.forward(given)
+        self._by_weights |= layout.problems
         return Output(logits, states, given.logits, layout)
 
     def _fuses(self, step: Step) -> bool:

@@ -76,6 +76,7 @@ def attend(
         scaling=scaling,
         softmax=softmax,
         accumulated=accumulated,
+        problems=step.problems,
     )
     for name, received in accumulated.items():
         opened.receive(name, received)

@@ -33,6 +33,12 @@ MULTIPLY = {
     "attend alone with sums",
     "attend alone with every track and sinks",
     "attend in segments",
+    "attend from prompts",
+    "attend from prompts in a window",
+    "attend from prompts with long heads",
+    "add up",
+    "add up in a window with every track",
+    "add up with long heads",
     "exempt pairs",
 }
 IN_PLACE = {"compact", "compact behind prompts", "compact from a staging area", "drop oldest"}

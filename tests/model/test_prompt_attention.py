@@ -4,12 +4,11 @@ import math
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import seeds
+from prompt_forwards import HEAD_DIM, Forward, expected, forwards
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
@@ -20,74 +19,6 @@ from kvpolicy.attention import blocks, visible
 from kvpolicy.attention.accumulators import ATTN_SUMS
 from kvpolicy.attention.eager import attend
 from kvpolicy.attention.softmax import PLAIN
-from kvpolicy.attention.visible import Visible
-
-CPU = torch.device("cpu")
-HEAD_DIM = 8
-
-
-@attrs.frozen(eq=False)
-class Forward:
-    """What attention is given: ``before`` rows and new tokens of each sequence."""
-
-    before: list[int]
-    lengths: list[int]
-    num_kv_heads: int
-    group: int
-    reach: int | None
-    seed: int
-    spread: bool = False  # whether the slots of the sequences are not neighbours
-    value_dim: int = HEAD_DIM
-
-    @property
-    def visible(self) -> Visible:
-        rows = np.array(self.before) + self.lengths
-        return Visible(np.array(self.lengths), rows, max(self.lengths), CPU, self.reach)
-
-    def tensors(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, as a model makes them, and rows in slabs that hold more."""
-        rng = torch.Generator().manual_seed(self.seed)
-        num, width = len(self.lengths), max(self.lengths)
-        num_rows = max(map(sum, zip(self.before, self.lengths, strict=True)))
-        heads = self.num_kv_heads * self.group
-        queries = torch.randn(num, width, heads, HEAD_DIM, generator=rng).transpose(1, 2)
-        slabs = (
-            torch.randn(2 * num, self.num_kv_heads, num_rows + 3, size, generator=rng)
-            for size in (HEAD_DIM, self.value_dim)
-        )
-        served = slice(0, 2 * num, 2) if self.spread else slice(num)
-        keys, values = (slab.to(dtype)[served, :, :num_rows] for slab in slabs)
-        return queries.to(dtype), keys, values
-
-
-def expected(forward: Forward, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Output of each token, and the weights that each row receives, in double precision."""
-    queries, keys, values = (tensor.double() for tensor in given)
-    output = queries.new_zeros(*queries.shape[:3], values.shape[3])
-    sums = torch.zeros(keys.shape[:3], dtype=torch.float64)
-    for b, (before, length) in enumerate(zip(forward.before, forward.lengths, strict=True)):
-        for token in range(length):
-            end = before + token + 1
-            seen = slice(0 if forward.reach is None else max(end - forward.reach, 0), end)
-            for head in range(queries.shape[1]):
-                of_head = head // forward.group
-                query = queries[b, head, token - length]
-                weights = (keys[b, of_head, seen] @ query * HEAD_DIM**-0.5).softmax(dim=0)
-                output[b, head, token - length] = weights @ values[b, of_head, seen]
-                sums[b, of_head, seen] += weights
-    return output, sums
-
-
-forwards = st.builds(
-    lambda pairs, **of: Forward([one[0] for one in pairs], [one[1] for one in pairs], **of),
-    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=4),
-    num_kv_heads=st.integers(1, 2),
-    group=st.integers(1, 3),
-    reach=st.none() | st.integers(1, 12),
-    seed=seeds,
-    spread=st.booleans(),
-    value_dim=st.sampled_from([HEAD_DIM, 3, 20]),
-)
 
 
 @given(
@@ -111,14 +42,17 @@ def test_prompts_attend_to_what_comes_before_each_token(
             softmax=PLAIN,
             accumulated=received,
         )
-    wanted, sums = expected(forward, tensors)
+    wanted = expected(forward, tensors)
     for b, length in enumerate(forward.lengths):
         torch.testing.assert_close(
-            output[b, :, -length:].double(), wanted[b, :, -length:], atol=2e-6, rtol=1e-5
+            output[b, :, -length:].double(),
+            wanted.output[b, :, -length:],
+            atol=2e-6,
+            rtol=1e-5,
         )
     assert output.isfinite().all()
-    for track in received.values():
-        torch.testing.assert_close(track.double(), sums, atol=1e-5, rtol=1e-5)
+    for name, track in received.items():
+        torch.testing.assert_close(track.double(), wanted.accumulated[name], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -141,7 +75,7 @@ def test_every_precision_and_device_has_kernels(
     seen = attrs.evolve(forward.visible, device=device)
     on_device = (tensor.to(device) for tensor in tensors)
     output = attend(*on_device, seen, scaling=HEAD_DIM**-0.5, softmax=PLAIN, accumulated={})
-    wanted, _ = expected(forward, tensors)
+    wanted = expected(forward, tensors).output
     assert output.dtype == dtype
     atol = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2 * torch.finfo(dtype).eps)
     for b, length in enumerate(forward.lengths):

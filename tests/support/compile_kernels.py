@@ -22,6 +22,7 @@ from kvpolicy.attention.integers import bytes_of_row, group_size
 from kvpolicy.attention.triton_backend import append as triton_append
 from kvpolicy.attention.triton_backend import compact as triton_compact
 from kvpolicy.attention.triton_backend import decode as triton_decode
+from kvpolicy.attention.triton_backend import prompts as triton_prompts
 from kvpolicy.model.fused import triton_kernels as fused
 from kvpolicy.toolkit import triton_redundancy
 
@@ -87,14 +88,21 @@ TYPES = {
     "logits states added weight total cos sin query_weight key_weight query_out key_out gate up "
     "beside",
     "*fp32": "sums squares squares_logit squares_logit2 chunk_top chunk_total chunk_output "
-    "inverse_norms unit_sums similarity totals",
-    "*i64": "positions rows seq_len keep slots start lanes num_kept num_rows bounds",
+    "inverse_norms unit_sums similarity totals divisors",
+    "*i64": "sizes positions rows seq_len keep slots start lanes num_kept num_rows bounds",
     "*i32": "exempt",
     "*u8": "live",
     "fp32": "scaling factor threshold eps",
 }
 TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
 
+PROMPTS = {"HEADS": 32, "GROUP": 4, "DIM": 128, "DIM_BLOCK": 128, "QUERIES": 64}
+PROMPTS |= {"SOFTCAP": 0.0, "REACH": 0}
+CAPPED = {"SOFTCAP": 50.0, "REACH": 1024}
+LONG_HEADS = {"DIM": 256, "DIM_BLOCK": 256, "QUERIES": 32}
+SUMS_ALONE = dict.fromkeys(TRACKS, False) | {"SUMS": True}
+
+from_prompts, add_up = triton_prompts._attend_queries, triton_prompts._add_up
 attend, join = triton_decode._attend_chunk, triton_decode._join_chunks
 # Keys and values that are stored in other forms, and heads of other sizes.
 IN_FORMS = {
@@ -162,6 +170,28 @@ KERNELS = {
         {**COMPACT, "STARTS": False, "BESIDE": True},
     ),
     "drop oldest": (triton_compact._drop_oldest, {**MOVE, "CAPACITY": 1152}),
+    "attend from prompts": (from_prompts, {**PROMPTS, **VALUES, "ROWS": 32, "SINKS": False}),
+    "attend from prompts in a window": (
+        from_prompts,
+        {**PROMPTS, **VALUES, **CAPPED, "ROWS": 32, "SINKS": True},
+    ),
+    "attend from prompts with long heads": (
+        from_prompts,
+        {
+            **PROMPTS,
+            **LONG_HEADS,
+            "VALUE_DIM": 256,
+            "VALUE_DIM_BLOCK": 256,
+            "ROWS": 16,
+            "SINKS": False,
+        },
+    ),
+    "add up": (add_up, {**PROMPTS, "ROWS": 64, **SUMS_ALONE}),
+    "add up in a window with every track": (
+        add_up,
+        {**PROMPTS, **CAPPED, "ROWS": 64, **dict.fromkeys(TRACKS, True)},
+    ),
+    "add up with long heads": (add_up, {**PROMPTS, **LONG_HEADS, "ROWS": 32, **SUMS_ALONE}),
     "units": (triton_redundancy._units, {**RKV, "EPSILON": 1e-8}),
     "exempt pairs": (triton_redundancy._exempt_pairs, {**RKV, "FIRST": False}),
     "totals": (triton_redundancy._totals, RKV),

@@ -6,14 +6,11 @@ from typing import Any
 from torch import Tensor
 
 from kvpolicy.attention.base import Compact, Decode, DecodeLayer
+from kvpolicy.attention.by_weights import LARGEST_HEAD
 from kvpolicy.attention.torch_backend import fixed_shapes
 from kvpolicy.attention.torch_backend.backend import FixedShapesBackend
 from kvpolicy.attention.triton_backend.compact import compact
 from kvpolicy.attention.triton_backend.decode import store_and_attend
-
-# Blocks of rows of larger heads, such as those of latent attention, do not fit into the shared
-# memory of a multiprocessor.
-_LARGEST_HEAD = 256
 
 
 class TritonBackend(FixedShapesBackend):
@@ -32,6 +29,6 @@ class TritonBackend(FixedShapesBackend):
 def _attend(
     layer: DecodeLayer, query: Tensor, key: Tensor, value: Tensor, **options: Any
 ) -> Tensor:
-    is_large = max(key.shape[2], value.shape[2]) > _LARGEST_HEAD
+    is_large = max(key.shape[2], value.shape[2]) > LARGEST_HEAD
     attend = fixed_shapes.store_and_attend if is_large else store_and_attend
     return attend(layer, query, key, value, **options)

@@ -22,6 +22,12 @@ from kvpolicy.attention.chunks import BLOCK, DEFAULT_PROCESSORS, chunks_of
 from kvpolicy.attention.triton_backend.append import append
 from kvpolicy.attention.triton_backend.compact import drop_oldest
 from kvpolicy.attention.triton_backend.rows import num_held, segment
+from kvpolicy.attention.triton_backend.softmax import (
+    add_to_track,
+    capped,
+    divisor_for,
+    shift_for,
+)
 from kvpolicy.attention.triton_backend.stored_rows import (
     forms_of,
     put_exact,
@@ -179,8 +185,7 @@ def _attend_chunk(
             if KEY_CODES:
                 x = x * step[None, :] + query_sum[:, None] * middle[None, :]
             x = x * scaling
-            if SOFTCAP > 0:  # softcap * tanh(x / softcap)
-                x = SOFTCAP * (2 * tl.sigmoid(2 * x / SOFTCAP) - 1)
+            x = capped(x, SOFTCAP)
             x = tl.where(seen[None, :], x, float("-inf"))
             if KEEP_LOGITS:
                 at_logit = (entry * GROUP + g)[:, None] * CAPACITY + row[None, :]
@@ -189,8 +194,7 @@ def _attend_chunk(
                     at_logit = of_slot[:, None] * (HEADS * CAPACITY) + before + row[None, :]
                 tl.store(logits + at_logit, x, mask=is_head[:, None] & is_row[None, :])
             new_top = tl.maximum(top, tl.max(x, 1))
-            # -inf as long as no row is seen; -inf - -inf would be NaN.
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            shift = shift_for(new_top)  # -inf as long as no row is seen
             p = tl.exp(x - shift[:, None])
             fade = tl.exp(top - shift)
             total = total * fade + tl.sum(p, 1)
@@ -228,9 +232,9 @@ def _attend_chunk(
         if SINKS:
             sink = tl.load(sinks + head * GROUP + g, mask=is_head, other=float("-inf"))
             sink = sink.to(tl.float32)
-        shift = _shift(tl.maximum(top, sink))
+        shift = shift_for(tl.maximum(top, sink))
         fade = tl.exp(top - shift)
-        total = _divisor(tl.exp(sink - shift) + total * fade)
+        total = divisor_for(tl.exp(sink - shift) + total * fade)
         at = ((entry * GROUP + g) * VALUE_DIM)[:, None] + v_d[None, :]
         output = (output * (fade / total)[:, None]).to(out.dtype.element_ty)
         tl.store(out + at, output, mask=is_head[:, None] & (v_d < VALUE_DIM)[None, :])
@@ -264,18 +268,6 @@ def _attend_chunk(
                 SQUARES_LOGIT2,
                 RAGGED,
             )
-
-
-@triton.jit
-def _shift(top):
-    """What is taken from logits before their exponentials: -inf - -inf would be NaN."""
-    return tl.where(top == float("-inf"), 0.0, top)
-
-
-@triton.jit
-def _divisor(total):
-    """What outputs are divided by: a query that sees no row gets zeros."""
-    return tl.where(total > 0, total, 1.0)
 
 
 @triton.jit
@@ -340,13 +332,13 @@ def _join_chunks(
     if SINKS:
         sink = tl.load(sinks + head * GROUP + g, mask=is_head, other=float("-inf")).to(tl.float32)
         top = tl.maximum(top, sink)
-    shift = _shift(top)
+    shift = shift_for(top)
     total = tl.exp(sink - shift)
     for first in range(0, num_chunks, PARTS):
         tops = _of_chunks(chunk_top, entry, first, num_chunks, float("-inf"), CHUNKS, g, PARTS)
         totals = _of_chunks(chunk_total, entry, first, num_chunks, 0.0, CHUNKS, g, PARTS)
         total += tl.sum(totals * tl.exp(tops - shift[None, :]), 0)
-    total = _divisor(total)
+    total = divisor_for(total)
     if i < GROUP:
         its_shift = tl.sum(tl.where(g == i, shift, 0.0), 0)
         its_total = tl.sum(tl.where(g == i, total, 0.0), 0)
@@ -463,19 +455,13 @@ def _accumulate(
             of_logit2 += weight * weight * x * x
         at = row_start(slot, place, before + row, track_slot, track_head, track_row)
         if SUMS:
-            _add(sums + at, received, is_row)
+            add_to_track(sums + at, received, is_row)
         if SQUARES:
-            _add(squares + at, of_squares, is_row)
+            add_to_track(squares + at, of_squares, is_row)
         if SQUARES_LOGIT:
-            _add(squares_logit + at, of_logit, is_row)
+            add_to_track(squares_logit + at, of_logit, is_row)
         if SQUARES_LOGIT2:
-            _add(squares_logit2 + at, of_logit2, is_row)
-
-
-@triton.jit
-def _add(track, received, is_row):
-    """Add what rows receive to a track."""
-    tl.store(track, tl.load(track, mask=is_row) + received, mask=is_row)
+            add_to_track(squares_logit2 + at, of_logit2, is_row)
 
 
 def attend(
