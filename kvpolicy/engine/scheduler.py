@@ -290,7 +290,9 @@ class Chunks:
         most = min(self._most, self._extensions.forward_limit(sequences))
         limit = min(self._chunk, most)
         lengths = [
-            min(self._num_left(seq), num_free, limit, self._extensions.chunk_limit(seq))
+            _length(
+                min(self._num_left(seq), self._extensions.chunk_limit(seq)), min(num_free, limit)
+            )
             for seq, num_free in zip(sequences, free, strict=True)
         ]
         chosen: list[int] = []
@@ -309,6 +311,14 @@ class Chunks:
             chosen = more
         chosen.sort()  # as they were, so that their slots may be neighbours
         return [sequences[one] for one in chosen], [lengths[one] for one in chosen]
+
+
+def _length(wanted: int, most: int) -> int:
+    """Tokens of the next chunk, of so many wanted: at most so many, and none is left to be alone.
+
+    Layers with states may compute a token that enters alone in another way than one of several.
+    """
+    return most - 1 if wanted - most == 1 and most > 2 else min(wanted, most)
 
 
 def _going_on(sequences: abc.Iterable[Sequence]) -> list[Sequence]:

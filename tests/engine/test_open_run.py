@@ -512,7 +512,7 @@ def test_running_sequence_waits_for_one_chunk_at_most(steps_per_read: int) -> No
 def test_first_tokens_leave_before_the_next_decode(steps_per_read: int) -> None:
     engine = CountedTokens(slots=4, chunk=8, steps_per_read=steps_per_read)
     run = engine.open_run(max_len=120)
-    for number, length in enumerate((1, 20, 9)):
+    for number, length in enumerate((1, 20, 10)):
         run.submit(Request([6] * length, 90))
         served: list[int] = []
         while number not in served:

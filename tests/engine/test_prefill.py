@@ -80,7 +80,7 @@ def test_as_many_sequences_as_fit_are_prefilled_together_the_shortest_first() ->
     # Pads are computed, too: three sequences of up to 6 tokens would be 18.
     assert prefill_shapes([6, 2, 3], max_tokens_per_forward=17) == [[2, 3], [6]]
     assert prefill_shapes([6, 2, 3], max_tokens_per_forward=18) == [[6, 2, 3]]
-    assert prefill_shapes([9, 2], max_tokens_per_forward=4) == [[2], [4], [4], [1]]
+    assert prefill_shapes([9, 2], max_tokens_per_forward=4) == [[2], [4], [3], [2]]
     assert prefill_shapes([9, 2], chunk=3, max_tokens_per_forward=6) == [[3, 2], [3], [3]]
 
 

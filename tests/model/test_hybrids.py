@@ -10,7 +10,7 @@ from hybrids import FAMILIES_WITH_STATES, QUICK, hybrid_model
 from tiny import greedy_tokens
 from torch import Tensor
 
-from kvpolicy import Engine, Lookahead, Plan, hookimpl
+from kvpolicy import Engine, Lookahead, Plan, Request, hookimpl
 from kvpolicy.compat import has_states
 from kvpolicy.engine.memory.footprint import footprint, slots_within
 from kvpolicy.errors import ModelError, PlanError
@@ -46,6 +46,20 @@ def test_every_hybrid_equals_generate(family: str) -> None:
         run = engine.generate(PROMPTS, max_new_tokens=9)
         assert [list(result.tokens) for result in run.results()] == expected, policy
         assert run.report.path.startswith("eager")
+
+
+@pytest.mark.parametrize("family", FAMILIES_WITH_STATES)
+def test_chunks_leave_no_token_to_enter_alone(family: str) -> None:
+    """Which some compute otherwise, so that logits would depend on how a prompt is cut."""
+    model = hybrid_model(family, dtype=torch.float64)
+    request = Request(prompt=[3 + 7 * i % 50 for i in range(31)], max_new_tokens=1, logprobs=0)
+    found = []
+    for chunk in (512, 15, 10, 3):
+        engine = Engine(model, plan=Plan.uniform("full"), chunk=chunk)
+        (result,) = engine.generate([request]).results()
+        assert result.logprobs is not None
+        found.append(result.logprobs[0].logprob)
+    assert found == pytest.approx([found[0]] * 4, abs=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES_WITH_STATES)
