@@ -25,8 +25,8 @@ needs_meta_forwards = pytest.mark.skipif(
 )
 
 
-def cell(stack: str, budget: int = 8, buffer: int = 4) -> Cell:
-    plan = Series.from_stack(stack)
+def cell(stack: str, budget: int = 8, buffer: int = 4, **entries: Any) -> Cell:
+    plan = Series(stack, {"stack": stack.split("+"), **entries})
     if stack == "skipkv":  # there is no tokenizer
         plan = Series(stack, {"stack": [{"policy": stack, "delimiters": [1, 2]}]})
     return build_cells([plan], num_layers=LAYERS, budgets=[budget], buffer=buffer)[0]

@@ -214,7 +214,9 @@ def _run_turns(jobs: Sequence[Job], turns: TurnFile, rules: Rules, outcome: Outc
         start = f"round {found.round + 1}, {', '.join(found.job)}: "
         if isinstance(found, Missing):
             return f"{start}{'failed' if found.failed else 'left out'}, {found.reason}"
-        return start + describe_turn(found.measured, job_of[found.job].work, machine, rules.size)
+        job = job_of[found.job]
+        limit = machine if job.contender.has_limit else None
+        return start + describe_turn(found.measured, job.work, limit, rules.size)
 
     for turn in turns.turns:
         if turn.key in done:

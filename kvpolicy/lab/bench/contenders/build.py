@@ -20,7 +20,7 @@ from kvpolicy.lab.bench.contenders.contender import (
     Contender,
 )
 from kvpolicy.lab.bench.contenders.engine import engine_under, evicts
-from kvpolicy.lab.bench.contenders.form import Form
+from kvpolicy.lab.bench.contenders.form import COMPILED, PACKED, Form
 from kvpolicy.lab.bench.contenders.forward import forward
 from kvpolicy.lab.bench.contenders.generate import generate
 from kvpolicy.lab.bench.contenders.generate_batch import continuous_batching
@@ -131,9 +131,9 @@ def _references(cell: Cell, cells: Sequence[Cell]) -> dict[str, str]:
     return references
 
 
-def _rows(cell: Cell) -> list[tuple[int | None, int]]:
-    """Budget and buffer of each layer."""
-    return [(layer.budget, layer.buffer) for layer in cell.resolved.layers]
+def _rows(cell: Cell) -> list[object]:
+    """Budget, buffer and precision of each layer."""
+    return [(layer.budget, layer.buffer, layer.rows) for layer in cell.resolved.layers]
 
 
 def _named(contender: Contender, form: str) -> Contender:
@@ -145,7 +145,12 @@ def _named(contender: Contender, form: str) -> Contender:
         called: KNOWN[name].contender_name(form) if name in KNOWN else f"{name}, {form}"
         for called, name in contender.references.items()
     }
-    return attrs.evolve(contender, name=f"{contender.name}, {form}", references=references)
+    return attrs.evolve(
+        contender,
+        name=f"{contender.name}, {form}",
+        references=references,
+        has_limit=form in (PACKED, COMPILED),  # in others, weights have fewer bytes
+    )
 
 
 def _check_names(contenders: Sequence[Contender]) -> None:

@@ -40,6 +40,8 @@ class Measurement:
         compile_s: Seconds in which torch compiled, before the steps.
         batch: Sequences that were decoded together; whoever runs contenders notes it.
         profile: What a device did in some further steps, if that was asked for.
+        rows_mean: Rows that a sequence attends to, the mean over steps and layers; ``None``: as
+            many as ``read_bytes`` are in the model's precision.
     """
 
     steps_s: tuple[float, ...]
@@ -54,6 +56,7 @@ class Measurement:
     compile_s: float = 0.0
     batch: int = 0
     profile: StepProfile | None = None
+    rows_mean: float | None = None
 
     @property
     def compactions(self) -> int | None:
@@ -86,6 +89,8 @@ class Contender:
             not tell better than by their keys and values.
         has_cache: Whether its speed depends on a cache, and its batch on memory.
         is_outside: Whether it runs in another process, whose memory is not seen.
+        has_limit: Whether it reads the weights that the limit of the machine is computed with, and
+            not fewer bytes.
     """
 
     name: str
@@ -100,6 +105,7 @@ class Contender:
     batch_within: Callable[[Decode, float], int] | None = None
     has_cache: bool = True
     is_outside: bool = False
+    has_limit: bool = True
 
     def supports(self, work: Workload) -> bool:
         """Whether it can do this work."""

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -189,9 +190,11 @@ def _measure_steps(run: Run, ends: Callable[[int], bool]) -> dict[str, Any]:
     """
     device, cache = run.engine.adapter.device, run.cache
     row_bytes = [layer.row_bytes for layer in cache.layers]
+    with_rows = [layer.index for layer in cache.layers_with_rows]
     steps_s: list[float] = []
     compacted: list[int] = []
     attended: list[int] = []
+    rows: list[float] = []
     reads_behind = run.engine.steps_per_read > 1
     ended = time.perf_counter()
     while not ends(len(steps_s)):
@@ -205,13 +208,15 @@ def _measure_steps(run: Run, ends: Callable[[int], bool]) -> dict[str, Any]:
         held = run.extension(RowsAttended).rows
         steps_s += [elapsed_s / num_steps] * num_steps
         # A step attends to the rows before it and to its own.
-        attended += [
-            int(row_bytes @ (held + number * num_active)) for number in range(1, num_steps + 1)
-        ]
+        for number in range(1, num_steps + 1):
+            found = held + number * num_active
+            attended.append(int(row_bytes @ found))
+            rows.append(found[with_rows].mean() / num_active)
         compacted += [run.report.compactions - before] + [0] * (num_steps - 1)
     return {
         "steps_s": tuple(steps_s),
         "compacted": tuple(compacted),
-        "read_bytes": sum(attended) / len(attended),
+        "read_bytes": fmean(attended),
+        "rows_mean": float(fmean(rows)),
         "path": run.report.path,
     }

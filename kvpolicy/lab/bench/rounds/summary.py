@@ -63,7 +63,8 @@ class BenchResult:
         rows_mean: Rows of keys and values that a sequence attends to, mean over steps.
         kv_bytes: Peak bytes of the cache.
         limit_ms: Least milliseconds of a step over as many rows, by the limit of the machine in the
-            same round; ``None`` if that was not measured.
+            same round; ``None`` if that was not measured, or the contender's weights have fewer
+            bytes.
         limit_share: These divided by its own milliseconds.
         path: How steps were run: ``"static"``, or ``"eager: REASON"``; empty if that is not known.
         device_bytes: Peak bytes allocated on a GPU; ``None`` without one.
@@ -170,7 +171,12 @@ def summarize(turns: Iterable[Turn], jobs: Sequence[Job], size: ModelSize) -> li
         ratios = {called: relative_to(other) for called, other in present.items()}
         first = present.get(FIRST_PLAN)
         is_alike = first is not None and rounds[0][first, work.name].batch == batch
-        least_ms = [_least_ms(found[job.name], _limit(found, work.name), size) for found in rounds]
+        least_ms = [
+            _least_ms(found[job.name], _limit(found, work.name), size)
+            if contender.has_limit
+            else None
+            for found in rounds
+        ]
 
         return BenchResult(
             name=contender.name,
@@ -191,7 +197,7 @@ def summarize(turns: Iterable[Turn], jobs: Sequence[Job], size: ModelSize) -> li
             policy_share=_median(one.policy_share for one in measured),
             compactions=_median(one.compactions for one in measured),
             compacting_ratio=_spread_or_none(map(_compacting_ratio, measured)),
-            rows_mean=median(one.read_bytes for one in measured) / size.row_bytes / batch,
+            rows_mean=median(_rows_mean(one, size) for one in measured),
             kv_bytes=max(one.kv_bytes for one in measured),
             limit_ms=_median(least_ms),
             limit_share=_median(
@@ -241,6 +247,13 @@ def _limit(found: Round, work: str) -> Measurement | None:
     """The limit of the machine in a round: at a work, or at any."""
     limits = {of_work: one for (name, of_work), one in found.items() if name == LIMIT}
     return limits.get(work) or next(iter(limits.values()), None)
+
+
+def _rows_mean(measured: Measurement, size: ModelSize) -> float:
+    """Rows that a sequence attends to."""
+    if measured.rows_mean is not None:
+        return measured.rows_mean
+    return measured.read_bytes / size.row_bytes / measured.batch
 
 
 def _least_ms(measured: Measurement, limit: Measurement | None, size: ModelSize) -> float | None:

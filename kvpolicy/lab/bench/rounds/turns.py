@@ -72,7 +72,8 @@ class Turn:
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Self:
         """The turn that `to_dict` has written."""
-        values = {field.name: record[field.name] for field in attrs.fields(Measurement)}
+        names = [field.name for field in attrs.fields(Measurement)]
+        values = {name: record[name] for name in names if name in record}
         for name in ("steps_s", "compacted"):
             values[name] = None if values[name] is None else tuple(values[name])
         values["machine"] = None if values["machine"] is None else Machine(**values["machine"])

@@ -30,6 +30,17 @@ def test_steps_of_a_filled_cache_are_recorded_from_the_beginning(stack: str) -> 
     assert run.report.path == "static, recorded"
 
 
+@pytest.mark.parametrize("stack", ["full", "knorm"])
+def test_rows_in_integers_are_as_many_rows_and_fewer_bytes(stack: str) -> None:
+    work = Decode(batch=2, held=30, steps=4)
+    plain, packed = (
+        engine_under(tiny_model(), cell(stack, **rows)).run(work) for rows in ({}, {"rows": "int8"})
+    )
+    assert packed.read_bytes < plain.read_bytes / 2
+    assert packed.rows_mean == plain.rows_mean
+    assert plain.rows_mean == pytest.approx(plain.read_bytes / ROW / work.batch)
+
+
 @pytest.mark.parametrize(("stack", "new_tokens"), [("full", 6), ("knorm", 19)])
 def test_the_engine_attends_to_as_many_rows_as_a_plain_count(stack: str, new_tokens: int) -> None:
     budget, buffer = 8, 4

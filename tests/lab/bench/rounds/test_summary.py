@@ -144,6 +144,10 @@ def test_the_share_of_the_limit_is_the_least_time_by_the_time() -> None:
         assert found.limit_ms == pytest.approx(1e3 * (weights_s + 0.6))
         assert found.limit_share == pytest.approx((weights_s + 0.6) / 64)
         assert found.rows_mean == pytest.approx(60 / 10 / 2)
+    narrow = named("mine", has_limit=False)
+    turns = one_round(0, {LIMIT: limit, "mine": attrs.evolve(mine, rows_mean=9.0)})
+    (_, found) = summarize(turns, jobs_at([named(LIMIT), narrow]), SIZE)
+    assert (found.limit_ms, found.limit_share, found.rows_mean) == (None, None, 9.0)
     # A work at which the limit was not measured has that of another one.
     other = Job(named("mine"), Decode(4, 10, 3))
     turns = [

@@ -157,6 +157,7 @@ class Rival:
             period=_STEPS,
             most_held=self.most_held,
             is_outside=True,
+            has_limit=form not in self.forms,
         )
 
 
