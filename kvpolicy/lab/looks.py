@@ -86,7 +86,7 @@ def looks_of(policies: Mapping[str, str]) -> dict[str, Look]:
     Args:
         policies: The policy of each series, see `policy_of`; an empty text for none.
     """
-    registered = _registered()
+    registered = registered_colours()
     of_colour = {name: count(start=name == INK) for name in COLOURS}  # the full cache is dashed
     looks = {}
     for series, policy in policies.items():
@@ -113,19 +113,11 @@ def policy_of(resolved: Mapping[str, Any]) -> str:
         for layer in evicting or layers
     ]
     stack = max(stacks, key=stacks.count, default=())
-    registered = _registered()
+    registered = registered_colours()
     return next((name for name in reversed(stack) if name in registered), next(iter(stack), ""))
 
 
-def _colour(policy: str, registered: Mapping[str, str]) -> str:
-    if policy in registered:
-        return registered[policy]
-    names = [name for name in COLOURS if name != INK]
-    number = int.from_bytes(hashlib.sha256(policy.encode("utf-8", "replace")).digest()[:8])
-    return names[number % len(names)] if policy else INK
-
-
-def _registered() -> dict[str, str]:
+def registered_colours() -> dict[str, str]:
     """Colours that installed packages register; what is no colour is left out."""
     found: dict[str, str] = {}
     for point in installed(GROUP).values():
@@ -135,3 +127,11 @@ def _registered() -> dict[str, str]:
             continue
         found |= {policy: name for policy, name in entries.items() if str(name) in COLOURS}
     return found
+
+
+def _colour(policy: str, registered: Mapping[str, str]) -> str:
+    if policy in registered:
+        return registered[policy]
+    names = [name for name in COLOURS if name != INK]
+    number = int.from_bytes(hashlib.sha256(policy.encode("utf-8", "replace")).digest()[:8])
+    return names[number % len(names)] if policy else INK

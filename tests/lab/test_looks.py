@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvpolicy.hooks import discovery
 from kvpolicy.lab import looks
 from kvpolicy.lab.labels import short_labels
-from kvpolicy.lab.looks import COLOURS, INK, looks_of, policy_of
+from kvpolicy.lab.looks import COLOURS, INK, looks_of, policy_of, registered_colours
 
 NAMES = st.text("abcdefgh", min_size=1, max_size=3)
 
@@ -54,7 +54,7 @@ def test_the_colour_of_a_policy_does_not_depend_on_others(
 
 
 def test_installed_policies_that_score_have_colours() -> None:
-    registered = looks._registered()
+    registered = registered_colours()
     known = discovery.installed(discovery.GROUP)
     assert registered.keys() <= known.keys(), "a colour of no policy"
     ours = {name: point for name, point in known.items() if point.dist.name == "kvpolicy"}
@@ -101,7 +101,7 @@ def test_colours_of_a_broken_package_are_left_out(monkeypatch: pytest.MonkeyPatc
     module.GOOD = {"d": "red"}
     monkeypatch.setitem(sys.modules, "broken", module)
     monkeypatch.setattr(looks, "installed", points)
-    assert looks._registered() == {"d": "red"}
+    assert registered_colours() == {"d": "red"}
 
 
 def contrast(one: str, other: str) -> float:

@@ -103,7 +103,7 @@ def find_wall() -> Wall:
     for make in (bubblewrap, partial(bubblewrap, proc=False), landlock):
         try:
             wall = make()
-            _try(wall)
+            check_wall(wall)
         except TaskError as error:
             problems.append(str(error))
         else:
@@ -117,13 +117,30 @@ def find_wall() -> Wall:
     raise TaskError(msg)
 
 
-def run_program(source: str, stdin: str, *, time_s: float) -> Finished:
+def check_wall(wall: Wall) -> None:
+    """Try a way to confine programs.
+
+    Args:
+        wall: The way.
+
+    Raises:
+        TaskError: A program does not start in it, or is not refused what it must not have.
+    """
+    finished = run_program(_TRIAL, "works\n", time_s=20.0, wall=wall)
+    if (finished.ending, finished.stdout) != ("done", "works\n"):
+        last = finished.stderr.strip().rpartition("\n")[2]
+        msg = f"{wall.name} does not hold here ({last or finished.stdout.strip()})"
+        raise TaskError(msg)
+
+
+def run_program(source: str, stdin: str, *, time_s: float, wall: Wall | None = None) -> Finished:
     """Run a Python program in the sandbox.
 
     Args:
         source: Its source.
         stdin: Its standard input.
         time_s: Limit of wall time and of processor time, in seconds, without the time to start.
+        wall: How it is confined; by default as `find_wall` says.
 
     Returns:
         How it ended. Its process no longer exists, nor does what it wrote.
@@ -131,22 +148,11 @@ def run_program(source: str, stdin: str, *, time_s: float) -> Finished:
     Raises:
         TaskError: There is no sandbox, or it did not start the program.
     """
-    return _run(find_wall(), source, stdin, time_s=time_s, memory_bytes=MEMORY_BYTES)
-
-
-def _try(wall: Wall) -> None:
-    finished = _run(wall, _TRIAL, "works\n", time_s=20.0, memory_bytes=MEMORY_BYTES)
-    if (finished.ending, finished.stdout) != ("done", "works\n"):
-        last = finished.stderr.strip().rpartition("\n")[2]
-        msg = f"{wall.name} does not hold here ({last or finished.stdout.strip()})"
-        raise TaskError(msg)
-
-
-def _run(wall: Wall, source: str, stdin: str, *, time_s: float, memory_bytes: int) -> Finished:
+    wall = wall or find_wall()
     job = Job(
         program=source,
         cpu_s=int(time_s) + 1,
-        memory_bytes=memory_bytes,
+        memory_bytes=MEMORY_BYTES,
         threads=MAX_THREADS,
         file_bytes=MAX_FILE_BYTES,
         folder_bytes=MAX_FOLDER_BYTES,

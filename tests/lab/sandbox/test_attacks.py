@@ -16,7 +16,6 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvpolicy.lab.sandbox import run
 from kvpolicy.lab.sandbox.run import run_program
 from kvpolicy.lab.sandbox.walls import Wall
 
@@ -473,7 +472,7 @@ def test_bubblewrap_keeps_programs_from_all_else_without_the_filter(
         before = aims.state()
         source = program(GROUPS[group], aims.targets)
         unfiltered = attrs.evolve(wall, filter=allow_all)
-        finished = run._run(unfiltered, source, "", time_s=20, memory_bytes=2**30)
+        finished = run_program(source, "", time_s=20, wall=unfiltered)
         assert aims.state() == before
     assert SECRET not in finished.stdout
     refused = json.loads(finished.stdout.splitlines()[-1]).values()

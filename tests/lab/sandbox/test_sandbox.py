@@ -193,7 +193,7 @@ def test_bubblewrap_works_with_an_empty_proc(wall: Wall) -> None:
     if not wall.has_folder:
         pytest.skip("this way has no file system of its own")
     emptied = bubblewrap(proc=False)
-    run._try(emptied)
+    run.check_wall(emptied)
     assert "without /proc" in emptied.name
 
 
@@ -270,15 +270,15 @@ def confined_below(process: int, *, asleep: bool = False) -> list[int]:
 def test_a_wall_with_a_hole_is_not_used(wall: Wall) -> None:
     allow_all = bytes.fromhex("060000000000ff7f")
     with pytest.raises(TaskError, match=re.escape(wall.name)):
-        run._try(attrs.evolve(wall, filter=allow_all))
+        run.check_wall(attrs.evolve(wall, filter=allow_all))
 
 
 def test_a_wall_that_does_not_stand_starts_no_program(wall: Wall) -> None:
     with pytest.raises(TaskError, match=re.escape(wall.name)):
-        run._run(attrs.evolve(wall, filter=b""), "print(1)", "", time_s=9, memory_bytes=2**30)
+        run_program("print(1)", "", time_s=9, wall=attrs.evolve(wall, filter=b""))
     broken = attrs.evolve(wall, command=["/nonexistent/program"])
     with pytest.raises(TaskError, match="nonexistent"):
-        run._run(broken, "print(1)", "", time_s=9, memory_bytes=2**30)
+        run_program("print(1)", "", time_s=9, wall=broken)
 
 
 @pytest.fixture
@@ -333,4 +333,4 @@ def test_a_bubblewrap_that_the_kernel_refuses_is_not_used(
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(TaskError, match="No permissions to create new namespace"):
-        run._try(run.bubblewrap())
+        run.check_wall(run.bubblewrap())

@@ -55,6 +55,7 @@ _NOT_COMPUTING = (
     "aten::new_empty",
     "aten::lift_fresh",
     "aten::_local_scalar_dense",
+    "aten::is_nonzero",
 )
 
 

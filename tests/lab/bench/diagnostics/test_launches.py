@@ -1,24 +1,32 @@
 """Operations of a step and values that the host reads are counted."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from bench_parts import ROW, cell
 from tiny import tiny_model
+from torch import nn
 
 from kvpolicy.lab.bench.diagnostics import launches
 from kvpolicy.lab.bench.workload import Decode
 
 
-def test_operations_and_values_read_are_counted() -> None:
-    with launches._counting() as counted:
+class FourOperations(nn.Module):
+    device = torch.device("cpu")
+
+    def forward(self, **_: Any) -> list[float]:
         numbers = torch.empty(4).fill_(1.0).view(2, 2).t()  # one: views and allocations are none
-        found = bool((numbers + 1).sum() > 0)  # three, and a value
-        numbers[0].tolist()
-    assert found
-    assert counted.operations == 1 + 3
-    assert counted.reads == {"the model": 2}
+        assert (numbers + 1).sum() > 0  # three, and a value
+        return numbers[0].tolist()
+
+
+def test_operations_and_values_read_are_counted() -> None:
+    model: Any = FourOperations()
+    found = launches.launches_alone(model, Decode(batch=2, held=40, steps=1))
+    assert found.operations == 1 + 3
+    assert found.reads == {"the model": 2}
 
 
 @pytest.mark.nightly
