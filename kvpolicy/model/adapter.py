@@ -224,6 +224,8 @@ class ModelAdapter:
         cache = tried.check(static=static)
         self._softmax = [layer.softmax for layer in cache.layers]
         self._one_by_one = cache.one_by_one
+        if self._annotated:
+            self._stored_token(sorted(self._annotated))
 
     @property
     def attention_layers(self) -> list[int]:
@@ -483,7 +485,11 @@ class ModelAdapter:
         ]
 
     def _stored_token(self, layers: Sequence[int]) -> dict[int, StoredToken]:
-        """What one token leaves in some layers if it stands alone at position 0."""
+        """What one token leaves in some layers if it stands alone at position 0.
+
+        Raises:
+            ModelError: If what enters the attention of one of them is not found.
+        """
         stored: dict[int, StoredToken] = {}
 
         def note(
@@ -499,6 +505,12 @@ class ModelAdapter:
             self._run_alone(0, Annotating(note))
         finally:
             self._annotated, self._twin = before
+        if missing := [index for index in layers if index not in stored]:
+            msg = (
+                f"model {type(self.model).__name__} cannot be run with policies that read its "
+                f"attention: what enters that of layer {missing[0]} is not found"
+            )
+            raise ModelError(msg)
         return stored
 
     def _run_alone(self, position: int, annotating: Annotating | None = None) -> KVCache:

@@ -1,8 +1,9 @@
 """Hybrid models: states of fixed size beside rows. Tokens equal ``generate``, and batches alone."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
+import attrs
 import pytest
 import torch
 from families import model_of
@@ -246,3 +247,35 @@ def test_a_lookahead_has_the_queries_of_the_tokens_that_follow(
     for layer_idx, queries in back.seen.items():
         # Parts of some models compute in single precision.
         torch.testing.assert_close(ahead.seen[layer_idx], queries, rtol=1e-4, atol=1e-5)
+
+
+@attrs.define(eq=False)
+class KeepsBrightStates:
+    """Annotates each row with the norm of what entered its attention, and keeps the largest."""
+
+    tracks: ClassVar[tuple[str, ...]] = ("norm",)
+    seen: list[Tensor] = attrs.field(factory=list)
+
+    @hookimpl
+    def annotate(self, states: Tensor, keys: Tensor) -> dict[str, Tensor]:
+        norms = states.norm(dim=1, keepdim=True).expand(keys.shape[:2])
+        return {"norm": norms.float()}
+
+    @hookimpl
+    def score(self, tracks: Mapping[str, Tensor]) -> Tensor:
+        self.seen.append(tracks["norm"].clone())
+        return tracks["norm"]
+
+
+@pytest.mark.parametrize("family", FAMILIES_WITH_STATES)
+def test_rows_are_annotated_or_the_model_is_refused(family: str) -> None:
+    """Zamba's layers share the module that attends, and what enters it has another size."""
+    policy = KeepsBrightStates()
+    plan = Plan.uniform(policy, budget=6, buffer=4)
+    if family in ("zamba", "zamba2", "zaya"):
+        with pytest.raises(ModelError, match="read its attention"):
+            Engine(hybrid_model(family), plan=plan)
+        return
+    Engine(hybrid_model(family), plan=plan).generate(PROMPTS, max_new_tokens=9).results()
+    assert policy.seen
+    assert all((norms > 0).all() for norms in policy.seen)
