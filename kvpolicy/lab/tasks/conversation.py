@@ -25,7 +25,7 @@ from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.answers import extract_answer
 from kvpolicy.lab.tasks.datasets import Row, read_rows
 from kvpolicy.lab.tasks.question_sets import draw
-from kvpolicy.lab.tasks.task import Example, Graded, GradeError, Split, Task, spell
+from kvpolicy.lab.tasks.task import Example, Graded, GradeError, Split, Task, spell_fields
 from kvpolicy.model.chat import has_chat_template
 
 # Graders.
@@ -326,8 +326,7 @@ class ConversationFile:
     @property
     def name(self) -> str:
         """What the user types."""
-        options = {"source": self.source, "chat": self.chat, "grader": self.grader}
-        return spell("conversations", options, {"chat": True, "grader": CONTAINS})
+        return spell_fields("conversations", self)
 
     @property
     def metric(self) -> Graded:

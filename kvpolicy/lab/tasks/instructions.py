@@ -28,10 +28,11 @@ from kvpolicy.lab.tasks.task import (
     EvalRequest,
     Evaluation,
     Example,
+    PlainMetric,
     Split,
     mean_of,
     require_tokenizer,
-    spell,
+    spell_fields,
 )
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ _QUESTIONS = (
 
 
 @attrs.frozen
-class Following:
+class Following(PlainMetric):
     """Which instructions an answer follows, and how much of the system prompt it gives away.
 
     * ``followed``: share of the instructions that an answer follows;
@@ -157,11 +158,8 @@ class Following:
     thought does not count. An empty answer follows nothing.
     """
 
-    name: str = attrs.field(default="instructions", init=False)
-    facets: Sequence[str] = attrs.field(default=(INSTRUCTION, PLACE), init=False)
-    reads_reference: bool = attrs.field(default=False, init=False)
-    runs_code: bool = attrs.field(default=False, init=False)
-    is_greedy: bool = attrs.field(default=False, init=False)
+    name = "instructions"
+    facets = (INSTRUCTION, PLACE)
 
     @property
     def columns(self) -> Sequence[Column]:
@@ -257,12 +255,7 @@ class InstructionsTask:
     @property
     def name(self) -> str:
         """What the user types."""
-        fields = [one for one in attrs.fields(type(self)) if one.name != "tokenizer"]
-        return spell(
-            "instructions",
-            {one.name: getattr(self, one.name) for one in fields},
-            {one.name: one.default for one in fields},
-        )
+        return spell_fields("instructions", self)
 
     @property
     def metric(self) -> Following:

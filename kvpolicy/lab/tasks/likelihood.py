@@ -25,6 +25,7 @@ from kvpolicy.lab.tasks.task import (
     EvalOutcome,
     EvalRequest,
     Evaluation,
+    PlainMetric,
     mean_of,
     ratio_of,
 )
@@ -65,18 +66,16 @@ def _scored(sample: Sample) -> tuple[float, float] | None:
 
 
 @attrs.frozen
-class Perplexity:
+class Perplexity(PlainMetric):
     """Teacher forcing: the likelihood of each token of the reference text.
 
     With a prompt, all tokens of the reference are scored; without one, all but the first.
     ``max_new_tokens`` limits how many are scored; a longer text counts as truncated.
     """
 
-    name: str = attrs.field(default="perplexity", init=False)
-    facets: abc.Sequence[str] = attrs.field(default=(), init=False)
-    reads_reference: bool = attrs.field(default=True, init=False)
-    runs_code: bool = attrs.field(default=False, init=False)
-    is_greedy: bool = attrs.field(default=True, init=False)
+    name = "perplexity"
+    reads_reference = True
+    is_greedy = True
 
     @property
     def columns(self) -> abc.Sequence[Column]:
@@ -157,7 +156,7 @@ def _given_and_scored(tokenizer: Any, one: EvalRequest) -> tuple[Any, list[int]]
 
 
 @attrs.frozen
-class Agreement:
+class Agreement(PlainMetric):
     """Agreement of a model under a plan with the same model under the full cache.
 
     The model with the full cache answers greedily. The same model under the plan is led along
@@ -175,11 +174,8 @@ class Agreement:
     with each plan. This holds the rows of as many sequences as there are slots.
     """
 
-    name: str = attrs.field(default="agreement", init=False)
-    facets: abc.Sequence[str] = attrs.field(default=(), init=False)
-    reads_reference: bool = attrs.field(default=False, init=False)
-    runs_code: bool = attrs.field(default=False, init=False)
-    is_greedy: bool = attrs.field(default=True, init=False)
+    name = "agreement"
+    is_greedy = True
 
     @property
     def columns(self) -> abc.Sequence[Column]:

@@ -26,7 +26,7 @@ from kvpolicy.lab.tasks.answers import extract_code
 from kvpolicy.lab.tasks.code_grading import Test, passes
 from kvpolicy.lab.tasks.datasets import JsonRows, Rows
 from kvpolicy.lab.tasks.question_sets import draw
-from kvpolicy.lab.tasks.task import Example, Graded, GradeError, Split, spell
+from kvpolicy.lab.tasks.task import Example, Graded, GradeError, Split, spell_fields
 from kvpolicy.model.hub import hub_reachable
 
 ID = "livecodebench/code_generation_lite"
@@ -78,8 +78,7 @@ class LiveCodeBench:
     @property
     def name(self) -> str:
         """Name of the task with its options."""
-        defaults = {"source": ID, "release": 1, "time_s": 6.0, "chat": True}
-        return spell("livecodebench", attrs.asdict(self), defaults)
+        return spell_fields("livecodebench", self)
 
     @property
     def metric(self) -> Graded:

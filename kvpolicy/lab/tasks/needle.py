@@ -19,7 +19,7 @@ import attrs
 from kvpolicy.errors import TaskError
 from kvpolicy.lab.tasks.answers import without_thought
 from kvpolicy.lab.tasks.prose import PROSE, Prose, open_prose
-from kvpolicy.lab.tasks.task import Example, Graded, Split, require_tokenizer, spell
+from kvpolicy.lab.tasks.task import Example, Graded, Split, require_tokenizer, spell_fields
 from kvpolicy.model.chat import has_chat_template
 
 PROMPT_TOKENS = 1024
@@ -85,12 +85,7 @@ class NeedleTask:
     @property
     def name(self) -> str:
         """What the user types."""
-        fields = [one for one in attrs.fields(type(self)) if one.name != "tokenizer"]
-        return spell(
-            "needle",
-            {one.name: getattr(self, one.name) for one in fields},
-            {one.name: one.default for one in fields},
-        )
+        return spell_fields("needle", self)
 
     @property
     def metric(self) -> Graded:

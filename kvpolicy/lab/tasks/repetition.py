@@ -18,6 +18,7 @@ from kvpolicy.lab.tasks.task import (
     EvalOutcome,
     EvalRequest,
     Evaluation,
+    PlainMetric,
     mean_of,
     share_of,
 )
@@ -97,18 +98,15 @@ def share_repeated(tokens: abc.Sequence[int], size: int = _GRAM) -> float | None
 
 
 @attrs.frozen
-class Repetition:
+class Repetition(PlainMetric):
     """Loops and repeated 4-grams of the tokens that a model writes greedily.
 
     A stop token at the end does not count; an output that stops after a loop has ended in one. Only
     a loop has a period and a start.
     """
 
-    name: str = attrs.field(default="repetition", init=False)
-    facets: abc.Sequence[str] = attrs.field(default=(), init=False)
-    reads_reference: bool = attrs.field(default=False, init=False)
-    runs_code: bool = attrs.field(default=False, init=False)
-    is_greedy: bool = attrs.field(default=True, init=False)
+    name = "repetition"
+    is_greedy = True
 
     @property
     def columns(self) -> abc.Sequence[Column]:

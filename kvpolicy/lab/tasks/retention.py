@@ -24,7 +24,7 @@ from kvpolicy.lab.tasks.held_shares import (
     LookBack,
 )
 from kvpolicy.lab.tasks.prose import PROSE
-from kvpolicy.lab.tasks.task import Column, EvalRequest, Evaluation, mean_of
+from kvpolicy.lab.tasks.task import Column, EvalRequest, Evaluation, PlainMetric, mean_of
 
 if TYPE_CHECKING:
     from kvpolicy.engine.engine import Engine
@@ -36,7 +36,7 @@ def retention(of: str = PROSE, prompt_tokens: int | None = None) -> DerivedTask 
 
 
 @attrs.frozen
-class Retention:
+class Retention(PlainMetric):
     """What the rows that a plan holds are worth to the queries of the full cache.
 
     Of each query of a decode step, in each layer and head:
@@ -68,12 +68,11 @@ class Retention:
         look_back: What a strong look-back is.
     """
 
+    name = "retention"
+    facets = (LAYER, HEAD, DISTANCE)
+    is_greedy = True
+
     look_back: LookBack = attrs.field(factory=LookBack)
-    name: str = attrs.field(default="retention", init=False)
-    facets: abc.Sequence[str] = attrs.field(default=(LAYER, HEAD, DISTANCE), init=False)
-    reads_reference: bool = attrs.field(default=False, init=False)
-    runs_code: bool = attrs.field(default=False, init=False)
-    is_greedy: bool = attrs.field(default=True, init=False)
 
     @property
     def columns(self) -> abc.Sequence[Column]:

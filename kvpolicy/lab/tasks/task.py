@@ -192,7 +192,7 @@ class Evaluation(Protocol):
 
 
 class Metric(Protocol):
-    """A way to measure cells."""
+    """A way to measure cells; `PlainMetric` has what most of them say."""
 
     @property
     def name(self) -> str:
@@ -230,8 +230,17 @@ class Metric(Protocol):
         """
 
 
+class PlainMetric:
+    """What most metrics say of themselves; a metric that differs says so."""
+
+    facets: Sequence[str] = ()
+    reads_reference: bool = False
+    runs_code: bool = False
+    is_greedy: bool = False
+
+
 @attrs.frozen
-class Graded:
+class Graded(PlainMetric):
     """The metric of tasks with a grader: the share of correct answers.
 
     Attributes:
@@ -239,12 +248,10 @@ class Graded:
         runs_code: Whether it executes code that the model wrote.
     """
 
+    name = "answers"
+
     grade: Callable[[str, Example], bool]
     runs_code: bool = False
-    name: str = attrs.field(default="answers", init=False)
-    facets: Sequence[str] = attrs.field(default=(), init=False)
-    reads_reference: bool = attrs.field(default=False, init=False)
-    is_greedy: bool = attrs.field(default=False, init=False)
 
     @property
     def columns(self) -> Sequence[Column]:
@@ -546,6 +553,18 @@ def spell(name: str, options: Mapping[str, object], defaults: Mapping[str, objec
     changed = {key: value for key, value in options.items() if value != defaults.get(key)}
     parts = [f"{key}={str(v).lower() if isinstance(v, bool) else v}" for key, v in changed.items()]
     return f"{name}:{','.join(parts)}" if parts else name
+
+
+def spell_fields(name: str, task: attrs.AttrsInstance) -> str:
+    """The same, of a task whose fields are its options, beside the tokenizer of a model.
+
+    Args:
+        name: The task's name.
+        task: The task.
+    """
+    fields = [one for one in attrs.fields(type(task)) if one.name != "tokenizer"]
+    options = {one.name: getattr(task, one.name) for one in fields}
+    return spell(name, options, {one.name: one.default for one in fields})
 
 
 def _parse(text: str) -> tuple[str, dict[str, str]]:
