@@ -173,7 +173,6 @@ class RowsAttended(Extension):
         rows: Rows of all slots in each layer, ``[layers]``.
     """
 
-    name = "rows attended"
     rows: np.ndarray
 
     def before(self, step: Step) -> None:
