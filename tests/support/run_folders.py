@@ -42,6 +42,7 @@ def write_run(
     recorded: int = 0,
     num_layers: int = 2,
     version: str = "0.1.0",
+    buffer: int = 16,
     **group_changes: Any,
 ) -> Path:
     """Write a run folder of format 2, with a sample for every item of every cell.
@@ -61,10 +62,12 @@ def write_run(
         recorded: Number of items whose first attempt has a record of kept rows.
         num_layers: Layers of a record.
         version: Version of kvpolicy in the manifest.
+        buffer: Buffer of the plans that evict.
         group_changes: Other values of fields of the groups.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    run = make_run(name, models, tasks, seeds, plans, n, attempts, version, **group_changes)
+    settings = (name, models, tasks, seeds, plans, n, attempts, version, buffer)
+    run = make_run(*settings, **group_changes)
     groups, cells = run["groups"], run["cells"]
     by_id = {group["group"]: group for group in groups}
     session = {
@@ -106,12 +109,13 @@ def make_run(
     n: int = 8,
     attempts: int = 1,
     version: str = "0.1.0",
+    buffer: int = 16,
     **group_changes: Any,
 ) -> dict[str, Any]:
     """The entry ``run`` of a manifest; see `write_run`."""
     places = itertools.product(models, tasks, seeds)
     groups = [_group(*place, n, attempts, **group_changes) for place in places]
-    cells = [_cell(group, series, budget) for group in groups for series, budget in plans]
+    cells = [_cell(group, *plan, buffer) for group in groups for plan in plans]
     return {"name": name, "version": version, "groups": groups, "cells": cells}
 
 
@@ -147,9 +151,11 @@ def _group(
     return {**group, "group": digest(*group.values())}
 
 
-def _cell(group: dict[str, Any], series: str, budget: float | None) -> dict[str, Any]:
+def _cell(
+    group: dict[str, Any], series: str, budget: float | None, buffer: int | None
+) -> dict[str, Any]:
     stack = [{"policy": series.split()[0].lower()}]
-    buffer = None if budget is None else 16
+    buffer = None if budget is None else buffer
     layer = {"layer": 0, "stack": stack, "budget": budget, "buffer": buffer}
     resolved = {"layers": [layer], "schedule": []}
     plan = digest(resolved)

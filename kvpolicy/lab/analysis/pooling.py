@@ -45,7 +45,8 @@ class PooledCell:
     """Cells that differ only in the seed and the number of items.
 
     Attributes:
-        record: The first cell.
+        record: The first cell. Where its block has another plan of this name and size, as of two
+            runs with other buffers, its series also says what tells them apart.
         group: Its evaluation setting.
         block: Equal for cells that are compared with each other: those of one version of
             kvpolicy and one evaluation setting.
@@ -59,6 +60,7 @@ class PooledCell:
         items: Items by number of the question.
         timings: The timing of each cell; empty if one of them was interrupted.
         num_expected: Samples when all cells are complete.
+        run_series: Name of the plan in its run.
     """
 
     record: CellRecord
@@ -73,6 +75,11 @@ class PooledCell:
     items: Mapping[int, ItemRecord] = attrs.field(repr=False)
     timings: tuple[CellTiming, ...]
     num_expected: int
+    run_series: str = attrs.field()
+
+    @run_series.default
+    def _as_recorded(self) -> str:
+        return self.record.series
 
     @property
     def id(self) -> str:
@@ -105,6 +112,11 @@ class PooledCell:
     def name(self) -> str:
         """The plan as users write it: ``SERIES@BUDGET``, or ``SERIES@BYTES``."""
         return self.series if self.budget is None else f"{self.series}@{self.sizes[0]}"
+
+    def is_of(self, series: str) -> bool:
+        """Whether it belongs to a series of this name, here or in its run, whatever the case."""
+        names = self.series.casefold(), self.run_series.casefold()
+        return series.casefold() in names
 
     @cached_property
     def by_item(self) -> dict[int, list[Sample]]:
@@ -259,8 +271,38 @@ def _pool(
                 block = blocks.setdefault((run.version, block_key(group)), {})
                 block.setdefault(cell.plan, []).append((run, group, cell))
     return [
-        _pooled(key, stored, number) for key, block in blocks.items() for stored in block.values()
+        cell
+        for key, block in blocks.items()
+        for cell in _told_apart([_pooled(key, stored, number) for stored in block.values()])
     ]
+
+
+def _told_apart(cells: Sequence[PooledCell]) -> list[PooledCell]:
+    """Cells of one block: a series with several plans of one size says which each of them is.
+
+    It does so by the buffer, as in a sweep that tries several, or else by the digest of the plan.
+    """
+    series_of: dict[str, list[PooledCell]] = {}
+    for cell in cells:
+        series_of.setdefault(cell.series, []).append(cell)
+    changes: dict[str, str] = {}
+    for of_series in series_of.values():
+        if len({cell.name for cell in of_series}) == len(of_series):
+            continue
+        sizes = {(cell.name, cell.record.buffer) for cell in of_series}
+        for cell in of_series:
+            buffer = cell.record.buffer
+            if buffer is not None and len(sizes) == len(of_series):
+                changes[cell.id] = f"buffer={buffer:g}"
+            else:
+                changes[cell.id] = f"plan={cell.record.plan[:8]}"
+    return [_with_series(cell, changes.get(cell.id)) for cell in cells]
+
+
+def _with_series(cell: PooledCell, change: str | None) -> PooledCell:
+    if change is None:
+        return cell
+    return attrs.evolve(cell, record=attrs.evolve(cell.record, series=f"{cell.series}, {change}"))
 
 
 def _pooled(block: object, stored: Sequence[_StoredCell], number: _ItemNumber) -> PooledCell:

@@ -269,10 +269,11 @@ def _matches(cells: Sequence[PooledCell], text: str) -> list[PooledCell]:
     name, candidates = (rest, in_run) if in_run else (text, list(cells))
     folded = name.casefold()
     is_id = len(name) >= _MIN_ID_DIGITS
-    rules = (
-        lambda cell: any(f"{cell.series}@{size}".casefold() == folded for size in cell.sizes),
-        lambda cell: f"{cell.series}@{format_budget(cell.budget)}".casefold() == folded,
-        lambda cell: cell.series.casefold() == folded,
+    series, _, size = folded.rpartition("@")
+    rules: tuple[Callable[[PooledCell], bool], ...] = (
+        lambda cell: cell.is_of(series) and size in map(str.casefold, cell.sizes),
+        lambda cell: cell.is_of(series) and size == format_budget(cell.budget),
+        lambda cell: cell.is_of(name),
         lambda cell: is_id and any(one.startswith(name) for one in cell.cells),
         lambda cell: bool(name) and cell.name.casefold().startswith(folded),
     )

@@ -188,8 +188,8 @@ def _choose(views: Sequence[GroupView], model: str | None, task: str | None) -> 
 def _of_series(view: GroupView, names: Sequence[str]) -> list[PooledCell]:
     """The cells of the named series in this order; all cells if none is named."""
     known = list(dict.fromkeys(cell.series for cell in view.cells))
-    missing = [name for name in names if name not in known]
+    missing = [name for name in names if not any(cell.is_of(name) for cell in view.cells)]
     if missing:
         msg = f"--series was given {missing[0]!r}; expected {', '.join(known)}."
         raise ResultsError(msg)
-    return [cell for name in names or known for cell in view.cells if cell.series == name]
+    return [cell for name in names or known for cell in view.cells if cell.is_of(name)]

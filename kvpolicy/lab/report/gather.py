@@ -8,7 +8,7 @@ import attrs
 from kvpolicy.errors import ResultsError
 from kvpolicy.lab.analysis.pooling import Keep, PooledCell, blocks_of, pool, pool_by_seed
 from kvpolicy.lab.store.read import RunFolder
-from kvpolicy.lab.store.records import CellRecord, EvalSettingRecord, ItemRecord, Sample
+from kvpolicy.lab.store.records import EvalSettingRecord, ItemRecord, Sample
 
 
 @attrs.frozen(eq=False)
@@ -48,16 +48,10 @@ class GroupView:
     @cached_property
     def labels(self) -> list[str]:
         """A short unique name for each cell."""
-        records = [cell.record for cell in self.cells]
-        candidates = [
-            [_short(record) for record in records],
-            [" ".join([_short(record), *_knobs(record)]) for record in records],
-            [f"{_short(record)} buffer {record.buffer}" for record in records],
-            [f"{_short(record)} {record.plan}" for record in records],
+        return [
+            cell.series if cell.budget is None else f"{cell.series} {cell.sizes[0]}"
+            for cell in self.cells
         ]
-        return next(
-            (names for names in candidates if len(set(names)) == len(names)), candidates[-1]
-        )
 
     @cached_property
     def items(self) -> Mapping[int, ItemRecord]:
@@ -127,11 +121,3 @@ def _views(cells: Iterable[PooledCell]) -> list[GroupView]:
         for block in blocks_of(cells)
         if any(cell.samples for cell in block)
     ]
-
-
-def _short(cell: CellRecord) -> str:
-    return cell.series if cell.budget is None else f"{cell.series} {cell.budget:g}"
-
-
-def _knobs(cell: CellRecord) -> Iterable[str]:
-    return (f"{name}={value}" for name, value in cell.knobs.items())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import complete_edit, write_lines, write_run
 
-from kvpolicy.lab.analysis.pooling import PooledCell, pool
+from kvpolicy.lab.analysis.pooling import PooledCell, pool, pool_by_seed
 from kvpolicy.lab.statistics import wilson
 from kvpolicy.lab.store.read import RunFolder, read_run
 from kvpolicy.lab.tasks.task import ACCURACY
@@ -96,6 +96,30 @@ def test_a_plan_with_two_names_is_one_plan(tmp_path: Path) -> None:
     ]
     (cell,) = pool(runs)
     assert (cell.name, cell.seeds, len(cell.samples)) == ("H2O@64", (0, 1), 16)
+
+
+def test_plans_of_one_name_that_differ_are_told_apart(tmp_path: Path) -> None:
+    """By their buffer, as a sweep that tries buffers would; else by their digest."""
+    plans = [("full cache", None), ("H2O", 64), ("R-KV", 64)]
+    small = _run(tmp_path / "small", plans=plans)
+    large = _run(tmp_path / "large", plans=[*plans[:2], ("H2O", 96)], buffer=32)
+    assert [cell.name for cell in pool([small])] == ["full cache", "H2O@64", "R-KV@64"]
+    names = [cell.name for cell in pool([small, large])]
+    assert names == [
+        *("full cache", "H2O, buffer=16@64", "R-KV@64"),
+        *("H2O, buffer=32@64", "H2O, buffer=32@96"),
+    ]
+    assert [cell.name for cell in pool_by_seed([small, large])] == names
+    # Of one buffer, and with other policies: of plan files of one name.
+    folder = write_run(tmp_path / "other", plans=[("H2O", 64), ("R-KV", 64)], n=2)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for cell in manifest["run"]["cells"]:
+        cell["series"] = "mine"
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    complete_edit(folder)
+    assert [cell.name for cell in pool([read_run(folder)])] == [
+        f"mine, plan={cell['plan'][:8]}@64" for cell in manifest["run"]["cells"]
+    ]
 
 
 def test_an_interrupted_cell_leaves_no_timing(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import pytest
 from run_folders import write_run
 
 from kvpolicy.errors import ResultsError
-from kvpolicy.lab.analysis.select import RUNS, open_runs
+from kvpolicy.lab.analysis.pooling import pool
+from kvpolicy.lab.analysis.select import RUNS, find_cell, open_runs
+from kvpolicy.lab.store.read import read_run
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +41,15 @@ def test_a_name_without_a_run_is_refused() -> None:
     for name in ("empty", "nowhere"):
         with pytest.raises(ResultsError, match=name):
             open_runs([name], warn=pytest.fail)
+
+
+def test_a_plan_is_found_by_the_name_that_its_run_has(tmp_path: Path) -> None:
+    """Also where it is shown with what tells it from another one."""
+    small = read_run(write_run(tmp_path / "small"))
+    large = read_run(write_run(tmp_path / "large", buffer=32))
+    cells = pool([small, large])
+    assert find_cell(cells, "small:h2o@64").name == "H2O, buffer=16@64"
+    assert find_cell(cells, "H2O, buffer=32@96").runs == ("large",)
+    with pytest.raises(ResultsError, match="buffer=16@64; H2O, buffer=32@64"):
+        find_cell(cells, "H2O@64")
+    assert find_cell(pool([small]), "h2o@64").name == "H2O@64"

@@ -182,7 +182,7 @@ def test_labels_of_cells_are_unique(tmp_path: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
     complete_edit(folder)
     (view,) = gather([read_run(folder)])
-    assert view.labels == ["one 64 one.knob=0", "one 64 one.knob=1"]
+    assert view.labels == [f"one, plan={cell['plan'][:8]} 64" for cell in manifest["run"]["cells"]]
 
 
 def test_a_run_without_samples_is_refused(tmp_path: Path) -> None:
