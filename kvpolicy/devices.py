@@ -15,13 +15,13 @@ def runs_in_triton(tensor: Tensor) -> bool:
     return HAS_TRITON and tensor.is_cuda
 
 
-def upload(values: np.ndarray, device: torch.device | str) -> Tensor:
-    """Numbers of the host as a new tensor on a device.
+def upload(values: np.ndarray | Tensor, device: torch.device | str) -> Tensor:
+    """Numbers of the host, in an array or a tensor, as a new tensor on a device.
 
     A copy from ordinary memory makes the host wait until the device has done all it was given
     before; one from pinned memory does not.
     """
-    tensor = torch.tensor(values)
+    tensor = values.clone() if isinstance(values, Tensor) else torch.tensor(values)
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -41,7 +41,7 @@ def why_not(queries: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> 
 
     Arguments are those of `kvpolicy.attention.eager.attend`.
     """
-    if not HAS_TRITON:
+    if keys.is_cuda and not HAS_TRITON:
         return "Triton is not installed"
     if visible.also is not None:
         return "which rows a token sees depends on more than their order"

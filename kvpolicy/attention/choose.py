@@ -3,7 +3,7 @@
 import torch
 
 from kvpolicy.attention.base import AttentionBackend
-from kvpolicy.attention.operator import OperatorBackend, implement
+from kvpolicy.attention.operator import MetaBackend, OperatorBackend, implement
 from kvpolicy.attention.torch_backend.backend import FixedShapesBackend, TorchBackend
 from kvpolicy.devices import HAS_NUMBA, HAS_TRITON
 
@@ -24,6 +24,8 @@ def backend_for(
     """
     if in_graph:
         return OperatorBackend()
+    if device.type == "meta":
+        return MetaBackend()
     if device.type == "cuda":
         if not HAS_TRITON:
             return FixedShapesBackend()

@@ -1,7 +1,9 @@
-"""The operator ``kvpolicy::decode`` of torch: one layer of a decode step, on any device.
+"""Operators of torch: one layer of a decode step, on any device, and what else a GPU launches.
 
-A graph sees one call with declared effects instead of operations whose shapes depend on how many
-rows are held. So a model's whole decode step can be traced without a break.
+A graph sees one call of ``kvpolicy::decode`` with declared effects instead of operations whose
+shapes depend on how many rows are held. So a model's whole decode step can be traced without a
+break. On the device ``meta``, where tensors have no numbers, each kernel of a GPU is an operator,
+so that they can be counted there: ``kvpolicy::compact`` is one that moves rows within a slab.
 """
 
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from kvpolicy.attention.base import AttentionBackend, Decode, DecodeLayer
+from kvpolicy.attention.base import AttentionBackend, Compact, Decode, DecodeLayer
 from kvpolicy.attention.torch_backend.backend import TorchBackend
 
 # Defined and implemented by hand: `torch.library.custom_op` adds two layers of Python to a call.
@@ -26,6 +28,10 @@ _LIBRARY.define(
     "Tensor(h!)? exact_values, float scaling, float softcap, "
     "Tensor? sinks) -> Tensor"
 )
+_LIBRARY.define(
+    "compact(Tensor(a!) slab, Tensor keep, Tensor slots, Tensor num_kept, Tensor num_rows, "
+    "int fill=0, *, Tensor? start=None, Tensor? beside=None, Tensor? lanes=None) -> ()"
+)
 # What follows the new rows in the schema, in its order.
 _LAYER = tuple(field.name for field in attrs.fields(DecodeLayer))
 
@@ -38,6 +44,12 @@ class OperatorBackend(TorchBackend):
     def bind(self, layer: DecodeLayer) -> Decode:
         """Attend in one call that a graph can hold."""
         return partial(decode, layer)
+
+
+class MetaBackend(OperatorBackend):
+    """What a GPU would launch, on the device ``meta``: operators that compute nothing."""
+
+    compact: Compact | None = torch.ops.kvpolicy.compact.default
 
 
 def decode(
@@ -74,4 +86,5 @@ def _shape(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
+_LIBRARY.impl("compact", lambda *_, **__: None, "Meta")
 torch.library.register_fake("kvpolicy::decode", _shape, lib=_LIBRARY)

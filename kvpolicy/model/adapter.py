@@ -369,7 +369,7 @@ class ModelAdapter:
         """The logits of the new tokens of a step, whose rows are stored, ``[B, 1 or L, V]``."""
         positions, tokens = None, given.token_ids
         on_host = tokens.device.type == "cpu"
-        tokens = upload(tokens.numpy(), self.device) if on_host else tokens.to(self.device)
+        tokens = upload(tokens, self.device) if on_host else tokens.to(self.device)
         if given.gives_positions:
             offset = step.cache.rope_offset[step.tokens.slots]
             positions = upload(step.position_ids + offset[:, None], self.device)

@@ -4,11 +4,12 @@
 "device", "session", "num_parameters", "weight_bytes", "absent", "choices", "standings", "prefills",
 "missing"}``; what turns measured is in ``turns.jsonl`` beside it. With ``--memory`` there is
 ``readings`` in place of ``standings``, and with ``--launches`` there are ``launches``, which are
-none on the device ``meta``, and ``kernels``. Their fields
-are those of the classes in `kvpolicy.lab.bench`: `rounds.summary.BenchResult` in ``standings``,
+none on the device ``meta``, ``kernels``, and for a ``--shape`` ``prompts``. Their fields are those
+of the classes in `kvpolicy.lab.bench`: `rounds.summary.BenchResult` in ``standings``,
 `rounds.summary.PrefillResult` in ``prefills``, `rounds.turns.Missing` in ``missing``,
-`operating_points.at_accuracy.Choice` in ``choices``, `diagnostics.memory.Reading` in ``readings``
-`diagnostics.launches.Launches` in ``launches`` and `diagnostics.kernels.Kernels` in ``kernels``.
+`operating_points.at_accuracy.Choice` in ``choices``, `diagnostics.memory.Reading` in ``readings``,
+`diagnostics.launches.Launches` in ``launches``, `diagnostics.kernels.Kernels` in ``kernels`` and
+`diagnostics.prompt_kernels.PromptKernels` in ``prompts``.
 """
 
 import json as jsonlib
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -131,7 +133,7 @@ def bench(
         bool,
         typer.Option(
             "--launches",
-            help="Count operations of a step and of a compaction, and values that the host reads.",
+            help="Count operations of steps, compactions and prompts, and values the host reads.",
         ),
     ] = False,
     gpu: Annotated[
@@ -318,6 +320,7 @@ def bench(
     # Imported here: torch takes a second to import, which --help need not wait for.
     import torch
 
+    from kvpolicy.compat import has_meta_forwards
     from kvpolicy.lab.bench.contenders.build import build_contenders
     from kvpolicy.lab.bench.contenders.contender import LLAMA_CPP, OPENVINO, VLLM, Contender
     from kvpolicy.lab.bench.contenders.form import Form
@@ -334,6 +337,7 @@ def bench(
         Starting,
         count_kernels,
         count_launches,
+        count_prompts,
         room_for,
         run_in_turns,
         starting_rivals,
@@ -346,6 +350,7 @@ def bench(
         kernels_table,
         launches_table,
         memory_table,
+        prompt_kernels_table,
         speed_tables,
     )
     from kvpolicy.lab.store.session import describe_session
@@ -377,15 +382,16 @@ def bench(
         described_shape = {"name": model, "fingerprint": model_fingerprint(decoder)}
     # Plans are resolved before a model is built, so that their errors show early.
     choices = [] if at_accuracy is None else _choices(sweep, at_accuracy)
-    cells = _cells(
+    cells_of = partial(
+        _cells,
         choices,
         sizes,
-        num_layers,
         preset=preset,
         policies=parse_names("--policies", policies),
         plans=plan or [],
         overrides=overrides or [],
     )
+    cells = cells_of(num_layers)
     works = workloads_of(mode, sizes, seed)
     if model is None:
         decoder = random_model(
@@ -416,8 +422,12 @@ def bench(
         record["launches"] = [attrs.asdict(one) for one in launches_of]
         record["kernels"] = [attrs.asdict(one) for one in kernels_of]
         tables = [launches_table(launches_of)] if launches_of else []
-        text_of = "\n\n".join([*tables, kernels_table(kernels_of)])
-        _print_results(record, text_of, output, json=json)
+        tables.append(kernels_table(kernels_of))
+        if model is None and has_meta_forwards():
+            prompts_of = count_prompts(model_shape, cells_of, dtype)
+            record["prompts"] = [attrs.asdict(one) for one in prompts_of]
+            tables.append(prompt_kernels_table(prompts_of, num_layers))
+        _print_results(record, "\n\n".join(tables), output, json=json)
         return
 
     forms = [Form.plain(decoder)]

@@ -13,7 +13,7 @@ from kvpolicy.lab.bench.contenders.contender import (
     MODEL_ALONE,
     RIVALS,
 )
-from kvpolicy.lab.bench.diagnostics import kernels
+from kvpolicy.lab.bench.diagnostics import kernels, prompt_kernels
 from kvpolicy.lab.bench.diagnostics.launches import Launches
 from kvpolicy.lab.bench.diagnostics.memory import Reading
 from kvpolicy.lab.bench.operating_points.at_accuracy import Choice
@@ -254,6 +254,23 @@ def kernels_table(found: Sequence[kernels.Kernels]) -> str:
         for one in found
         for form, counts in (("plain", one.plain), ("fused", one.fused))
     ]
+    return format_table(headers, rows, right=range(2, len(headers)), width=terminal_width())
+
+
+def prompt_kernels_table(found: Sequence[prompt_kernels.PromptKernels], num_layers: int) -> str:
+    """Kernels that a GPU launches for a chunk of a prompt, before fusing and after."""
+    head = "kernels of a chunk of a prompt"
+    headers = [head, "", "all", "once", "each layer", *kernels.KINDS, "values read"]
+    rows = []
+    for one in found:
+        for form, counts in (("plain", one.plain), ("fused", one.fused)):
+            each = sum(counts.of_layer.values())
+            cells = [num_layers * each + counts.once, counts.once, each]
+            cells += [counts.of_layer[kind] for kind in kernels.KINDS]
+            name = f"{one.name}, {one.tokens:,} tokens"
+            rows.append(
+                [name, form, *(f"{cell:,.6g}" for cell in cells), f"{sum(counts.reads.values())}"]
+            )
     return format_table(headers, rows, right=range(2, len(headers)), width=terminal_width())
 
 

@@ -121,6 +121,12 @@ def test_kernels_are_counted_without_memory(kvpolicy: Shell) -> None:
     (kernels,) = found["kernels"]
     assert found["launches"] == []
     assert sum(kernels["plain"].values()) > sum(kernels["fused"].values()) > 20
+    (prompts,) = found["prompts"]
+    assert prompts["plain"]["of_layer"].keys() == kernels["plain"].keys()
+    assert prompts["plain"]["once"] > prompts["fused"]["once"] > 0
+    table = kvpolicy(*arguments, "--lengths", 20).out
+    assert "each layer" in table
+    assert f"knorm, {prompts['tokens']} tokens" in table
 
 
 @pytest.mark.parametrize("mode", [(), ("--launches",)])

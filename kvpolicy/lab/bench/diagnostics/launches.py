@@ -5,58 +5,24 @@ sizes of the model: they tell without a GPU what one would have to do. On a GPU 
 launch, and every value that the host reads is a wait.
 """
 
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-import kvpolicy
 from kvpolicy.engine.engine import Engine
 from kvpolicy.lab.bench.contenders.contender import MODEL_ALONE
 from kvpolicy.lab.bench.contenders.engine import evicts, filled_run
+from kvpolicy.lab.bench.diagnostics.counting import Counted, counting
 from kvpolicy.lab.bench.workload import Decode
 from kvpolicy.lab.sweep.grid import Cell
 from kvpolicy.model.static_forward import Compiled, StaticForward, static_forward
 
-_PACKAGE = Path(kvpolicy.__file__).parent
-_LAB = _PACKAGE / "lab"
 _MOST_STEPS = 1024  # in search of a compaction
-
-# Functions that give the host a value of a tensor.
-_READING = {
-    Tensor.item,
-    Tensor.tolist,
-    Tensor.numpy,
-    Tensor.cpu,
-    Tensor.nonzero,
-    torch.nonzero,
-    torch.equal,
-    Tensor.equal,
-    Tensor.__bool__,
-    Tensor.__int__,
-    Tensor.__float__,
-    Tensor.__index__,
-    Tensor.__array__,
-}
-# Operators that compute nothing.
-_NOT_COMPUTING = (
-    "aten::empty",
-    "aten::new_empty",
-    "aten::lift_fresh",
-    "aten::_local_scalar_dense",
-    "aten::is_nonzero",
-)
 
 
 @attrs.frozen
@@ -94,7 +60,7 @@ def launches_alone(model: PreTrainedModel, work: Decode) -> Launches:
     token_ids = torch.zeros(work.batch, 1, dtype=torch.int64, device=model.device)
     with torch.inference_mode():
         model(input_ids=token_ids, use_cache=False)
-        with _counting() as counted:
+        with counting() as counted:
             model(input_ids=token_ids, use_cache=False)
     return Launches(MODEL_ALONE, counted.operations, None, counted.reads, {}, 0, "")
 
@@ -108,13 +74,13 @@ def launches_under(model: PreTrainedModel, cell: Cell, work: Decode) -> Launches
     run.evictor.defers = True
     run.step()
     row_bytes = [layer.row_bytes for layer in run.cache.layers]
-    plain: _Counted | None = None
-    compacting: _Counted | None = None
+    plain: Counted | None = None
+    compacting: Counted | None = None
     read_bytes = 0
     for _ in range(_MOST_STEPS):
         before = run.report.compactions
         held = int(row_bytes @ (run.cache.rows.sum(axis=1) + work.batch))
-        with _counting() as counted:
+        with counting() as counted:
             run.step()
         num_compacted = run.report.compactions - before
         if not num_compacted and plain is None:
@@ -170,61 +136,3 @@ class _InGraphForm(Compiled):
     def __call__(self, call: Callable[..., Any], given: Any) -> tuple[Tensor, Tensor | None]:
         """As `static_forward`."""
         return self._run(call, given)
-
-
-class _Counted:
-    """Operations that were run, and values that were read, by file and function."""
-
-    def __init__(self) -> None:
-        self.operations = 0
-        self.reads: Counter[str] = Counter()
-
-
-@contextmanager
-def _counting() -> Iterator[_Counted]:
-    """Count what happens in a ``with`` block; what an operator does inside is not seen."""
-    counted = _Counted()
-    with _Operations(counted), _Reads(counted):
-        yield counted
-
-
-class _Operations(TorchDispatchMode):
-    def __init__(self, counted: _Counted) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._counted = counted
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        schema = func._schema
-        is_view = any(
-            one.alias_info is not None and not one.alias_info.is_write for one in schema.returns
-        )
-        if not is_view and not schema.name.startswith(_NOT_COMPUTING):
-            self._counted.operations += 1
-        return func(*args, **kwargs or {})
-
-
-class _Reads(TorchFunctionMode):
-    def __init__(self, counted: _Counted) -> None:
-        super().__init__()
-        self._counted = counted
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func in _READING:
-            self._counted.reads[_place(sys._getframe(1))] += 1
-        return func(*args, **kwargs or {})
-
-
-def _place(frame: FrameType | None) -> str:
-    """The innermost function of kvpolicy or a policy that is running, as ``file.py:function``."""
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if any(path.is_relative_to(_LAB / name) for name in ("bench", "cli")):
-            break  # who counts
-        if path.is_relative_to(_PACKAGE) or path.parent.name.startswith("kvpolicy_"):
-            return f"{path.name}:{frame.f_code.co_name}"
-        frame = frame.f_back
-    return "the model"
