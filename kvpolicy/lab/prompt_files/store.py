@@ -100,9 +100,7 @@ class AnswerStore:
         """
         manifest = read_manifest(self.folder)
         assert manifest is not None, "written when the answers were opened"
-        note = add_session(self.folder, manifest, session)
-        if note is not None:
-            self.notes.append(note)
+        self.notes += add_session(self.folder, manifest, session)
 
     @property
     def num_answered(self) -> int:

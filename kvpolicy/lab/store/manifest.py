@@ -22,7 +22,11 @@ def write_manifest(
     atomic_write(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
 
-def add_session(folder: Path, manifest: dict[str, Any], session: dict[str, Any]) -> str | None:
+# What a session says of how fast it computes.
+_PACE = ("workers", "threads", "cpus", "device")
+
+
+def add_session(folder: Path, manifest: dict[str, Any], session: dict[str, Any]) -> list[str]:
     """Add a session to a manifest.
 
     Args:
@@ -31,13 +35,25 @@ def add_session(folder: Path, manifest: dict[str, Any], session: dict[str, Any])
         session: The session that begins.
 
     Returns:
-        A note for the user if the last session had other versions of packages.
+        Notes for the user, if the last session had other versions of packages, or computed with
+        other workers or on another machine.
     """
     sessions = manifest["sessions"]
     write_manifest(folder, manifest["run"], [*sessions, session], version=manifest["format"])
-    if sessions and sessions[-1].get("versions") != session["versions"]:
-        return (
+    if not sessions:
+        return []
+    last, notes = sessions[-1], []
+    if last.get("versions") != session["versions"]:
+        notes.append(
             "this run was begun with other versions of Python or its packages; "
             f"{folder / 'manifest.json'} lists them"
         )
-    return None
+    if changed := [name for name in _PACE if last.get(name) != session.get(name)]:
+        before, now = (
+            ", ".join(f"{name} {of.get(name)}" for name in changed) for of in (last, session)
+        )
+        notes.append(
+            f"cells of the session before were timed with {before}, and those of this one are with "
+            f"{now}: compare their tok/s with care"
+        )
+    return notes

@@ -96,9 +96,7 @@ class Store:
         """
         manifest = read_manifest(self.folder)
         assert manifest is not None, "written when the store was opened"
-        note = add_session(self.folder, manifest, session)
-        if note is not None:
-            self.notes.append(note)
+        self.notes += add_session(self.folder, manifest, session)
 
     def add(self, sample: Sample) -> None:
         """Store a finished sample; one that replaces a stored one of its key is stored, too."""

@@ -60,6 +60,21 @@ def test_every_session_is_in_the_manifest(tmp_path: Path) -> None:
     assert [session["number"] for session in manifest["sessions"]] == [0, 1, 2]
 
 
+def test_another_pace_is_noted(tmp_path: Path) -> None:
+    """Else one table would compare speeds with two workers and with one."""
+    with Store(tmp_path, RUN) as store:
+        store.begin(SESSION | {"workers": 2, "threads": 1, "cpus": 4})
+        assert store.notes == []
+    with Store(tmp_path, RUN) as store:
+        store.begin(SESSION | {"workers": 1, "threads": 4, "cpus": 4})
+        (note,) = store.notes
+        assert "workers 2, threads 1" in note
+        assert "workers 1, threads 4" in note
+    with Store(tmp_path, RUN) as store:
+        store.begin(SESSION | {"workers": 1, "threads": 4, "cpus": 4})
+        assert store.notes == []
+
+
 def test_other_versions_are_noted(tmp_path: Path) -> None:
     with Store(tmp_path, RUN) as store:
         store.begin(SESSION)
