@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import attrs
 
 from kvpolicy.errors import TaskError
-from kvpolicy.lab.tasks.answers import extract_answer
+from kvpolicy.lab.tasks.answers import extract_answer, without_thought
 from kvpolicy.lab.tasks.datasets import Row, read_rows
 from kvpolicy.lab.tasks.question_sets import draw
 from kvpolicy.lab.tasks.task import Example, Graded, GradeError, Split, Task, spell_fields
@@ -309,8 +309,8 @@ class ConversationFile:
     Attributes:
         source: The file.
         chat: Whether history and question are wrapped in the model's chat template.
-        grader: ``"contains"``: the answer occurs in the text, as whole words, whatever the case;
-            ``"box"``: the last box contains exactly the answer.
+        grader: ``"contains"``: the answer occurs in the text, behind a thought if there is one, as
+            whole words, whatever the case; ``"box"``: the last box contains exactly the answer.
     """
 
     source: str
@@ -371,7 +371,10 @@ class ConversationFile:
             raise GradeError(msg)
         if self.grader == BOX:
             return extract_answer(text) == answer
-        return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text, re.IGNORECASE) is not None
+        found = re.search(
+            rf"(?<!\w){re.escape(answer)}(?!\w)", without_thought(text), re.IGNORECASE
+        )
+        return found is not None
 
 
 def conversations(source: str, chat: bool = True, grader: str = CONTAINS) -> ConversationFile:

@@ -191,6 +191,8 @@ def test_a_tokenizer_without_a_usable_chat_template_is_refused() -> None:
     ("grader", "text", "verdict"),
     [
         ("contains", "It was A Boat, I think.", True),
+        ("contains", "<think>A boat, or a car?</think> A car.", False),
+        ("contains", "<think>A car?</think> No, a boat.", True),
         ("contains", "a boathouse", False),
         ("contains", "drama boat", False),
         ("box", "\\boxed{a boat}", True),
