@@ -64,6 +64,16 @@ IN_ENGINE = {
     "memory": {"bound_plan", "compose"},
     "reuse": {"requests", "snapshots"},
 }
+# Parts of the lab: each imports those of earlier rows, and none beside it. Its docstring says why.
+IN_LAB = (
+    {"statistics", "store", "sandbox", "shared", "labels", "looks"},
+    {"tasks", "models", "figure"},
+    {"analysis", "steer", "quality", "prompt_files", "lm_eval"},
+    {"plots"},
+    {"sweep"},
+    {"executors", "report", "bench"},
+    {"cli"},
+)
 POLICY_PACKAGES = ["kvpolicy_baselines", "kvpolicy_plugins", "skipkv_plugin"]
 PLUGIN_PACKAGES = [*POLICY_PACKAGES, "kvpolicy_models", "kvpolicy_reasoner"]
 PUBLIC = {"kvpolicy", "kvpolicy.toolkit"}
@@ -128,10 +138,31 @@ def package_of(module: str) -> str:
     return ".".join(module.split(".")[1:2])
 
 
+def in_lab(module: str) -> str:
+    """``sweep`` for ``kvpolicy.lab.sweep.grid``."""
+    parts = module.split(".")
+    return parts[2] if parts[1:2] == ["lab"] and len(parts) > 2 else ""
+
+
 def in_engine(module: str) -> str:
     """``reuse`` for ``kvpolicy.engine.reuse.store``, ``step`` for ``kvpolicy.engine.step``."""
     parts = module.split(".")
     return parts[2] if parts[1:2] == ["engine"] and len(parts) > 2 else ""
+
+
+def test_parts_of_the_lab_import_those_of_earlier_rows_only() -> None:
+    rows = {part: number for number, row in enumerate(IN_LAB) for part in row}
+    found = {module: tree for module, tree in modules("kvpolicy").items() if in_lab(module)}
+    assert {in_lab(module) for module in found} == rows.keys()
+    assert [
+        f"{module} imports {imported}"
+        for module, tree in found.items()
+        for imported in imports(tree)
+        if in_lab(imported) not in ("", in_lab(module))
+        if rows[in_lab(imported)] >= rows[in_lab(module)]
+    ] == []
+    explained = re.findall(r"`(\w+)`", ast.get_docstring(modules("kvpolicy")["kvpolicy.lab"]) or "")
+    assert set(explained) == rows.keys(), "the docstring of the lab names each part"
 
 
 @pytest.mark.slow
