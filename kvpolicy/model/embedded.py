@@ -50,6 +50,9 @@ _IMAGE_ID = re.compile(r"^(image|video|audio|speech|media_placeholder)_token_(id
 _PLANES = (3, 4)
 
 
+Tensors = Mapping[Any, Tensor] | tuple[Tensor, ...]
+
+
 @attrs.frozen(eq=False, slots=False)
 class EmbeddedPrompt:
     """What a decoder is given for the tokens of a prompt, or of a part of it.
@@ -59,7 +62,8 @@ class EmbeddedPrompt:
         columns: By the name of an argument, what there is for each of the ``n`` tokens,
             ``[n, ...]``: ``inputs_embeds`` and others.
         marked: By the name of an argument, tensors ``[m, ...]`` for those tokens only that a column
-            marks: the name of this column, and the tensors.
+            marks, such as one for each of some layers: the name of this column, and the tensors in
+            a mapping or a tuple.
         rope: Positions of the tokens for the rotary embedding in 3 or 4 planes, ``[3, n]``;
             ``None``: those that the tokens have in their sequence.
         rope_offset: What is added to the positions of later tokens, as `KVCache.rope_offset`.
@@ -68,7 +72,7 @@ class EmbeddedPrompt:
 
     start: int
     columns: Mapping[str, Tensor]
-    marked: Mapping[str, tuple[str, tuple[Tensor, ...]]]
+    marked: Mapping[str, tuple[str, Tensors]]
     rope: Tensor | None = None
     rope_offset: int = 0
     ahead: np.ndarray | None = None
@@ -115,7 +119,7 @@ class EmbeddedPrompt:
         for name, (mask, tensors) in self.marked.items():
             before = int(self.columns[mask][:begin].sum())
             own = slice(before, before + int(self.columns[mask][tokens].sum()))
-            marked[name] = mask, tuple(tensor[own] for tensor in tensors)
+            marked[name] = mask, _sliced(tensors, own)
         return attrs.evolve(
             self,
             start=first,
@@ -190,7 +194,7 @@ class Embedder:
             own = {}
             for name, (mask, tensors) in marked.items():
                 count = int(columns[mask][row].sum())
-                own[name] = mask, tuple(one[before[mask] :][:count] for one in tensors)
+                own[name] = mask, _sliced(tensors, slice(before[mask], before[mask] + count))
             for mask in before:
                 before[mask] += int(columns[mask][row].sum())
             kept = {name: one[row, real.to(one.device)] for name, one in columns.items()}
@@ -236,7 +240,7 @@ class Embedder:
 
     def _of_tokens(
         self, arguments: Mapping[str, Any], shape: tuple[int, ...]
-    ) -> tuple[dict[str, Tensor], dict[str, tuple[str, tuple[Tensor, ...]]]]:
+    ) -> tuple[dict[str, Tensor], dict[str, tuple[str, Tensors]]]:
         """Arguments of the decoder that have a value for each token, or for each that is marked."""
         known = inspect.signature(type(decoder_of(self._model)).forward).parameters
         columns, others = {}, {}
@@ -250,15 +254,16 @@ class Embedder:
         masks = {
             int(column.sum()): name
             for name, column in columns.items()
-            if column.dtype == torch.bool and column.dim() == 2
+            if column.dtype == torch.bool and column[0, 0].numel() == 1
         }
-        marked = {}
+        marked: dict[str, tuple[str, Tensors]] = {}
         for name, value in others.items():
-            lengths = {len(one) for one in value if isinstance(one, Tensor)}
+            tensors = [] if isinstance(value, Tensor) else _listed(value)
+            lengths = {len(one) if isinstance(one, Tensor) else -1 for one in tensors}
             mask = masks.get(lengths.pop()) if len(lengths) == 1 else None
-            if mask is None or isinstance(value, (Tensor, Mapping)):
+            if mask is None:
                 self._refuse(f"gives its decoder {name} beside the embeddings of tokens")
-            marked[name] = mask, tuple(value)
+            marked[name] = mask, dict(value) if isinstance(value, Mapping) else tuple(value)
         return columns, marked
 
     def _ahead(self, mask: Any, is_real: np.ndarray) -> list[np.ndarray | None]:
@@ -286,6 +291,24 @@ class Embedder:
     def _refuse(self, what: str) -> NoReturn:
         msg = f"model {self._name} cannot be run with these images: it {what}"
         raise ModelError(msg)
+
+
+def _listed(tensors: Tensors | list[Tensor]) -> list[Tensor]:
+    return [*tensors.values()] if isinstance(tensors, Mapping) else [*tensors]
+
+
+def _sliced(tensors: Tensors, tokens: slice) -> Tensors:
+    """The tensors for some of the tokens that are marked."""
+    if isinstance(tensors, Mapping):
+        return {key: one[tokens] for key, one in tensors.items()}
+    return tuple(one[tokens] for one in tensors)
+
+
+def _joined(parts: Sequence[Tensors]) -> dict[Any, Tensor] | list[Tensor]:
+    """The tensors of several prompts, one behind the other, as a decoder takes them."""
+    joined = [torch.cat(one) for one in zip(*map(_listed, parts), strict=True)]
+    first = parts[0]
+    return dict(zip(first, joined, strict=True)) if isinstance(first, Mapping) else joined
 
 
 def _count_tokens(positions: Tensor, is_real: np.ndarray) -> bool:
@@ -351,8 +374,7 @@ def embed_chunks(
         for row, one in found:
             placed[row, width - one.num_tokens :] = one.columns[name].to(placed.device)
     for name in {name for _, one in found for name in one.marked}:
-        parts = [one.marked[name][1] for _, one in found]
-        arguments[name] = [torch.cat(one) for one in zip(*parts, strict=True)]
+        arguments[name] = _joined([one.marked[name][1] for _, one in found])
     planes = [one.rope for _, one in found if one.rope is not None]
     if planes:
         positions = arguments["position_ids"]

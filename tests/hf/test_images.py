@@ -35,6 +35,7 @@ CLASSES = [
     "HunYuanVLForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "Granite4VisionForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
@@ -227,8 +228,14 @@ def test_a_snapshot_behind_an_image_goes_on_in_an_engine(tmp_path: Any) -> None:
     assert list(result.tokens) == answers(model, [whole], [image])[0]
 
 
-def test_what_belongs_to_no_token_is_refused() -> None:
+def test_what_belongs_to_no_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (image, _) = seeing("Granite4VisionForConditionalGeneration")
+    mask = type(model.model).get_placeholder_mask
+
+    def of_every_number(*given: Any, inputs_embeds: Tensor, **more: Any) -> Tensor:
+        return mask(*given, inputs_embeds=inputs_embeds, **more).expand_as(inputs_embeds)
+
+    monkeypatch.setattr(type(model.model), "get_placeholder_mask", of_every_number)
     with pytest.raises(ModelError, match="deepstack_features"):
         answers(model, [image.prompt([5, 9], [7])], [image], PolicyCache(model, FULL))
 

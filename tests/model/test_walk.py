@@ -60,7 +60,7 @@ def test_an_exception_of_ours_is_a_traceback(monkeypatch: pytest.MonkeyPatch) ->
     [
         ("LlavaForConditionalGeneration", "equal"),
         ("PaliGemmaForConditionalGeneration", "refused"),
-        ("Mistral4ForCausalLM", "unbuilt"),
+        ("Mistral4ForCausalLM", "blind"),
     ],
 )
 def test_a_class_has_its_verdict_with_an_image(name: str, verdict: str) -> None:

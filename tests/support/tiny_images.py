@@ -41,6 +41,15 @@ _VISION = {
     "temporal_patch_size": 2,
 }
 
+# A tower of timm, where it is installed: four tokens of an image.
+_TIMM = {"architecture": "test_resnet", "hidden_size": 96, "image_size": 64}
+# Of four numbers of a wave one token; without noise, which is drawn anew in every forward.
+_WAVES = {
+    "num_filters": 4,
+    "downsampling_ratios": [2, 2],
+    "depths": [1, 1, 1],
+    "vae_std": 0.0,
+}
 _SOUND = {"max_source_positions": 16, "num_mel_bins": 8}
 _CODES = 8  # of an image of a model that quantises it
 _MOST_TOKENS = 20  # that are tried where a model does not say how many an image takes
@@ -83,6 +92,17 @@ _OF_CLASSES: dict[str, dict[str, Any]] = {
         },
         "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
     },
+    "deepseek_ocr2": {
+        "vision_config": {
+            "sam_config": {
+                "image_size": 64,
+                "output_channels": 16,
+                "downsample_channels": [16, 32],
+                "global_attn_indexes": [0],
+                "initializer_range": 0.4,
+            }
+        }
+    },
     "deepseek_vl_hybrid": {"high_res_vision_config": {"global_attn_indexes": [0]}},
     "ernie4_5_vl_moe": {
         "text_config": {
@@ -93,6 +113,7 @@ _OF_CLASSES: dict[str, dict[str, Any]] = {
             }
         }
     },
+    "fast_vlm": {"vision_config": {"do_pooling": False, **_TIMM}},
     "florence2": {
         "vision_config": {
             "patch_size": [3, 3],
@@ -108,6 +129,7 @@ _OF_CLASSES: dict[str, dict[str, Any]] = {
     },
     "fun_asr_nano": {"adaptor_config": {"hidden_size": 32, "intermediate_size": 8}},
     "gemma3": {"mm_tokens_per_image": 4},
+    "gemma3n": {"vision_config": _TIMM, "vision_soft_tokens_per_image": 4},
     "got_ocr2": {"vision_config": {"initializer_range": 0.4}},
     "granite_docling": {"vision_config": {"image_size": 16}},
     "granite4_vision": {
@@ -120,6 +142,7 @@ _OF_CLASSES: dict[str, dict[str, Any]] = {
     "granite_speech_plus": {"projector_config": {"encoder_hidden_size": 32}},
     "inkling2": {"vision_config": {"text_hidden_size": 32}},
     "kyutai_speech_to_text": {
+        "codec_config": {"upsample_groups": 32},
         "audio_pad_token_id": 2,
         "audio_bos_token_id": 1,
         "codebook_vocab_size": 8,
@@ -179,7 +202,20 @@ _OF_CLASSES: dict[str, dict[str, Any]] = {
     "idefics3": {"scale_factor": 2},
     "smolvlm": {"scale_factor": 2},
     "mistral3": {"text_config": {"sliding_window": None}},
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "test_vit",
+            "model_args": {"embed_dim": 64, "img_size": 32},
+            "image_size": 32,
+            "do_pooling": False,
+        }
+    },
     "paligemma": {"vision_config": {"projection_dim": 32}, "projection_dim": 32},
+    "vibevoice_asr": {
+        "acoustic_tokenizer_encoder_config": _WAVES,
+        "semantic_tokenizer_encoder_config": _WAVES,
+        "acoustic_tokenizer_chunk_size": 64,
+    },
     "vipllava": {"vision_feature_layers": [-1, -1]},
 }
 
@@ -291,6 +327,7 @@ def _forms(model: PreTrainedModel, rng: torch.Generator) -> Iterator[dict[str, T
         return torch.randn(*sizes, generator=rng)
 
     vision = getattr(model.config, "vision_config", None)
+    vision = getattr(vision, "sam_config", vision)
     patch, size = getattr(vision, "patch_size", 4), getattr(vision, "image_size", 8)
     patch, size = (one[0] if isinstance(one, (list, tuple)) else one for one in (patch, size))
     patch, size = patch or 4, size or 8
@@ -354,7 +391,8 @@ def _forms(model: PreTrainedModel, rng: torch.Generator) -> Iterator[dict[str, T
     audio = getattr(model.config, "audio_config", None) or getattr(
         model.config, "encoder_config", None
     )
-    mels = getattr(audio, "num_mel_bins", None) or getattr(audio, "input_dim", None) or 80
+    of_mels = getattr(audio, "asr_config", audio)
+    mels = getattr(of_mels, "num_mel_bins", None) or getattr(audio, "input_dim", None) or 80
     longest = 2 * (getattr(audio, "max_source_positions", None) or 16)
     for length in dict.fromkeys((longest, 32, 100, 3000)):
         heard, all_of_it = random(1, mels, length), torch.ones(1, length, dtype=torch.long)
@@ -371,6 +409,7 @@ def _forms(model: PreTrainedModel, rng: torch.Generator) -> Iterator[dict[str, T
     stacked = mels * (getattr(audio, "num_stacked_frames", None) or 1)
     all_of_it = torch.ones(1, 8, dtype=torch.long)
     yield {"input_features": random(1, 8, stacked), "input_features_mask": all_of_it}
+    yield {"input_values": random(1, 1, 32), "padding_mask": torch.ones(1, 32, dtype=torch.bool)}
     # A protein
     yield {
         "protein_input_ids": torch.randint(4, 20, (1, 8), generator=rng),

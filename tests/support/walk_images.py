@@ -2,7 +2,8 @@
 
 ``python tests/support/walk_images.py --json FILE`` walks every class that gives text for images and
 text; rows that FILE has are not walked again. ``--only NAME`` (several times) walks these.
-``--write`` replaces the table of images in ``docs/reference/models.md`` by what FILE says.
+``--write`` replaces the table of images in ``docs/reference/models.md`` by what FILE says. The
+towers of three classes are timm's, which kvpolicy does not install.
 
 A class is
 
@@ -10,6 +11,7 @@ A class is
   the model's own cache, alone and in a batch of unequal prompts with and without images; and under
   policies that evict, a row in a batch equals itself alone;
 * ``refused``: a `PolicyCache` raises a `KVPolicyError`, in one sentence;
+* ``blind``: its forward takes no image and no sound;
 * ``unbuilt``: there is no tiny model, or none of the forms of `tiny_images` is an image for it;
 * ``WRONG``, ``traceback``: defects of ours.
 """
@@ -51,10 +53,11 @@ def walk(name: str) -> Row:
         PolicyCache(model, Plan.uniform("full"))
     except KVPolicyError as error:
         return row | {"verdict": "refused", "why": str(error)}
+    if not image_arguments(model):
+        return row | {"verdict": "blind"}
     images = image_of(model), image_of(model, seed=1)
     if None in images:
-        takes_any = bool(image_arguments(model))
-        return row | {"why": "no tiny image was found for it" if takes_any else "it takes no image"}
+        return row | {"why": "no tiny image was found for it"}
     first, second = images
     prompts = [first.prompt([5, 9, 40, 3], [7, 11]), [4, 6, 8], second.prompt([3], [8, 9, 21, 7])]
     given = [[first], [], [second]]
@@ -159,10 +162,15 @@ def main() -> None:
 def table(rows: Iterable[Row], missing: Iterable[str]) -> str:
     """What came of each class with an image, by what came of it."""
     groups: dict[tuple[int, str], set[str]] = defaultdict(set)
-    order = {"equal": "runs", "refused": "is refused", "unbuilt": "is not tried"}
+    order = {
+        "equal": "runs",
+        "refused": "is refused",
+        "blind": "its forward takes neither image nor sound",
+        "unbuilt": "is not tried",
+    }
     for row in rows:
         if row["verdict"] in order:
-            why = "" if row["verdict"] == "equal" else f": {_reason(row)}"
+            why = f": {_reason(row)}" if row["why"] else ""
             kind = [*order].index(row["verdict"]), f"{order[row['verdict']]}{why}"
             groups[kind].add(f"`{row['type']}`")
     lines = [

@@ -35,8 +35,9 @@ from typing import Any
 
 import torch
 import transformers
-from any_model import classes, tiny_random_model
+from any_model import classes, tiny_random_model, vision_language_classes
 from tiny import tiny_tokenizer
+from tiny_images import tiny_seeing_model
 
 from kvpolicy import Engine, Plan, PolicyCache, Request
 from kvpolicy.compat import cache_argument
@@ -65,7 +66,8 @@ def walk(name: str) -> Row:
     row: Row = {"class": name, "type": classes()[name], "verdict": "unbuilt", "why": ""}
     try:
         with torch.inference_mode(False):
-            model = tiny_random_model(name)
+            sees = name in vision_language_classes().values()
+            model = tiny_seeing_model(name) if sees else tiny_random_model(name)
     except Exception as error:
         return row | {"why": f"a tiny one is not built: {error_summary(error)}"}
     try:
