@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from batches import padded
@@ -23,7 +24,8 @@ KNOBS: dict[str, dict[str, Any]] = {
 PLAIN = "LlavaForConditionalGeneration"
 ROPE_IN_PLANES = "Qwen2_5_VLForConditionalGeneration"
 BOTH_WAYS = "Gemma3ForConditionalGeneration"
-CLASSES = [PLAIN, ROPE_IN_PLANES, BOTH_WAYS, "Lfm2VlForConditionalGeneration"]
+TO_LAYERS = "Granite4VisionForConditionalGeneration"
+CLASSES = [PLAIN, ROPE_IN_PLANES, BOTH_WAYS, "Lfm2VlForConditionalGeneration", TO_LAYERS]
 
 
 @cache
@@ -197,3 +199,26 @@ def test_a_model_without_images_refuses_them() -> None:
     )
     assert result.error is not None
     assert "takes none" in result.error
+
+
+def test_requests_are_equal_if_their_images_are() -> None:
+    _, (first, second) = seeing(PLAIN)
+    prompt = first.prompt([5], [7])
+    one, same, other = (request(prompt, image) for image in (first, first, second))
+    assert one == same
+    hashable = [attrs.evolve(each, prompt=tuple(prompt)) for each in (one, same, other)]
+    assert len(set(hashable)) == 2
+    assert one != other
+    assert one != request(prompt, None)
+    copied = {name: tensor.clone() for name, tensor in first.arguments.items()}
+    assert one == attrs.evolve(one, images=copied)
+    assert one != attrs.evolve(one, images={name: one.double() for name, one in copied.items()})
+
+
+@pytest.mark.parametrize("name", [PLAIN, ROPE_IN_PLANES])
+def test_tokens_of_images_without_images_are_text_as_in_generate(name: str) -> None:
+    model, (image, _) = seeing(name)
+    prompt = image.prompt([5, 9], [7])
+    (result,) = Engine(model, plan=FULL).generate([request(prompt, None)]).results()
+    assert tokens([result]) == [generated(name, prompt, None)]
+    assert tokens([result]) != [generated(name, prompt, image)]

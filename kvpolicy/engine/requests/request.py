@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 from attrs.validators import optional
 from torch import Tensor
 
@@ -193,6 +194,25 @@ def _image_tensors(images: Any) -> dict[str, Tensor] | None:
     return found
 
 
+@attrs.frozen(eq=False)
+class _Contents:
+    """Tensors by name, equal to others of the same names and numbers."""
+
+    tensors: Mapping[str, Tensor]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Contents) or self.tensors.keys() != other.tensors.keys():
+            return False
+        pairs = ((one, other.tensors[name]) for name, one in self.tensors.items())
+        return all(
+            one is two or (one.dtype == two.dtype and torch.equal(one.cpu(), two.cpu()))
+            for one, two in pairs
+        )
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted((name, one.shape) for name, one in self.tensors.items())))
+
+
 @attrs.frozen
 class Request:
     """One prompt and how to continue it.
@@ -222,7 +242,8 @@ class Request:
             rows of as many tokens, as they are computed before rows are evicted.
         include_stop: Whether the text of the result has the stop string that has ended it.
         images: What the model's processor returns beside ``input_ids`` for a prompt with images, by
-            name, such as ``pixel_values``; the prompt is these ``input_ids``, of one row.
+            name, such as ``pixel_values``; the prompt is these ``input_ids``, of one row. Tokens of
+            images without images are embedded as any others, as in `generate`.
     """
 
     prompt: str | Sequence[int] = ()
@@ -247,7 +268,11 @@ class Request:
     )
     include_stop: bool = attrs.field(default=False, kw_only=True)
     images: Mapping[str, Tensor] | None = attrs.field(
-        default=None, converter=_image_tensors, kw_only=True, eq=False, repr=False
+        default=None,
+        converter=_image_tensors,
+        kw_only=True,
+        eq=lambda images: images and _Contents(images),
+        repr=False,
     )
 
     @property
