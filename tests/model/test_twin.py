@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, PolicyCache
 from kvpolicy.compat import cache_argument
-from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.adapter import ATTENTION, ModelAdapter
+from kvpolicy.model.twin import Twin
 
 FULL = Plan.uniform("full")
 PROMPT = [5, 9, 40, 2, 2, 7, 11]
@@ -23,6 +24,11 @@ PROMPT = [5, 9, 40, 2, 2, 7, 11]
 def engine_tokens(engine: Engine) -> list[int]:
     (result,) = engine.generate([PROMPT], max_new_tokens=10).results()
     return list(result.tokens)
+
+
+def twin_of(model: Any) -> Twin:
+    ModelAdapter(model)  # registers the attention
+    return Twin(model, ATTENTION, lambda copies: None)
 
 
 def cache_tokens(model: Any) -> list[int]:
@@ -201,7 +207,7 @@ def test_hidden_states_that_a_configuration_asks_for_are_captured_once_after_a_r
 
 
 def test_twin_shares_parameters_and_buffers(model: Any) -> None:
-    twin = ModelAdapter(model)._twin.current()
+    twin = twin_of(model).current()
     tensors, shared = (one.state_dict(keep_vars=True) for one in (model, twin))
     assert tensors.keys() == shared.keys()
     assert all(shared[name] is tensor for name, tensor in tensors.items())
@@ -211,12 +217,12 @@ def test_twin_shares_parameters_and_buffers(model: Any) -> None:
 
 def test_twin_is_built_once(model: Any) -> None:
     greedy_tokens(model, PROMPT, 2)  # kvpress, once imported, notes something at modules that ran
-    adapter = ModelAdapter(model)
-    twin = adapter._twin.current()
+    twin = twin_of(model)
+    found = twin.current()
     greedy_tokens(model, PROMPT, 2)
-    assert adapter._twin.current() is twin
+    assert twin.current() is found
     model.train().eval()
-    assert adapter._twin.current().training is False
+    assert twin.current().training is False
 
 
 @pytest.mark.few(2)
@@ -255,7 +261,7 @@ def test_tied_weights_stay_tied() -> None:
     assert engine_tokens(engine) == greedy_tokens(model, PROMPT, 10)
     model.get_input_embeddings().weight.data.neg_()
     assert engine_tokens(engine) == greedy_tokens(model, PROMPT, 10)
-    twin = engine.adapter._twin.current()
+    twin: Any = twin_of(model).current()
     assert twin.lm_head.weight is twin.get_input_embeddings().weight is model.lm_head.weight
 
 

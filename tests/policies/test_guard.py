@@ -1,7 +1,9 @@
 """Guard misses as its authors' code does, within its bounds, and never while predictions hold."""
 
 import math
+import pickle
 from collections.abc import Sequence
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -377,6 +379,11 @@ def test_blocks_that_a_store_drops_by_itself_are_no_errors() -> None:
 # Predictors
 
 
+def num_bytes(predictor: object) -> int:
+    """Bytes of what a predictor remembers."""
+    return len(pickle.dumps(predictor))
+
+
 @given(traces)
 def test_popu_and_pleco_are_their_formulas(trace: list[int]) -> None:
     def weight(u: int) -> float:
@@ -399,8 +406,10 @@ def test_pleco_reads_no_requests_that_weigh_nothing() -> None:
     predicted = [pleco.predict(now % 100) for now in range(1, 25_001)][-1]
     share = weights[::100].sum() / weights.sum()
     assert predicted == pytest.approx(25_000 + 1 / share - 1, rel=1e-15)
-    assert max(map(len, pleco._times.values())) == 200
-    assert len(pleco._weights) == 20_000
+    before = num_bytes(pleco)
+    for now in range(25_001, 30_001):
+        pleco.predict(now % 100)
+    assert num_bytes(pleco) <= 1.01 * before, "what weighs nothing is forgotten"
 
 
 def test_the_learned_predictor_learns_which_blocks_return_and_when() -> None:
@@ -417,26 +426,32 @@ def test_the_learned_predictor_learns_which_blocks_return_and_when() -> None:
 
 
 def test_the_memory_of_the_learned_predictor_is_bounded() -> None:
-    learned = Learned(window=50)
-    for block in range(1000):
+    learned, sizes = Learned(window=50), []
+    for block in range(1500):
         learned.predict(block)
-    assert max(len(learned._counts), len(learned._gaps), len(learned._queue)) <= 51
+        sizes.append(num_bytes(learned))
+    assert max(sizes[1000:]) <= 1.02 * max(sizes[400:600])
 
 
 def test_the_learned_predictor_equals_ridge_regression() -> None:
-    trace = Random(0).choices(range(6), k=60)
-    learned, pairs = Learned(window=1000), []
-    last: dict[int, tuple[int, np.ndarray]] = {}
-    for now, block in enumerate(trace):
-        if block in last:
-            before, features = last[block]
-            pairs.append((features, math.log(now - before)))
-        learned.predict(block)
-        last[block] = now, learned._latest[block].features
-    x, y = np.array([f for f, _ in pairs]), np.array([t for _, t in pairs])
-    prior = np.eye(x.shape[1])[1]
-    expected = np.linalg.solve(x.T @ x + np.eye(len(prior)), x.T @ y + prior)
-    np.testing.assert_allclose(learned._weights, expected, atol=1e-8)
+    window = 1000
+    learned, pairs = Learned(window=window), []
+    asked: dict[int, list[int]] = {}
+    latest: dict[int, list[float]] = {}
+    prior = np.array([0.0, 1, 0, 0, 0, 0])  # the last gap again
+    for time, block in enumerate(Random(0).choices(range(6), k=60), 1):
+        times = asked.setdefault(block, [])
+        if times:
+            pairs.append((latest[block], math.log(time - times[-1])))
+        times.append(time)
+        gaps = [after - before for before, after in pairwise(times)][::-1][:3]
+        logs = [math.log(gap) for gap in gaps] or [math.log(window)]
+        logs += [logs[-1]] * (3 - len(logs))
+        features = latest[block] = [1.0, *logs, len(gaps), math.log(len(times))]
+        x, y = np.reshape([f for f, _ in pairs], (-1, 6)), np.array([t for _, t in pairs])
+        weights = np.linalg.solve(x.T @ x + np.eye(6), x.T @ y + prior)
+        expected = time + math.exp(min(weights @ features, math.log(4 * window)))
+        assert learned.predict(block) == pytest.approx(expected)
 
 
 # Knobs
