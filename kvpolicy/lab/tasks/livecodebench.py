@@ -167,19 +167,23 @@ def tests_of(row: Mapping[str, Any]) -> list[Test]:
         row: A row of the data set.
 
     Raises:
-        TaskError: The tests cannot be read.
+        TaskError: The tests cannot be read, or there are none.
     """
     which = row.get("question_id", "?")
     try:
         found = parse_json(row["public_test_cases"]) + unpack(row["private_test_cases"])
         name = parse_json(row.get("metadata") or "{}").get("func_name")
-        return [
+        tests = [
             Test(one["input"], one["output"], name if one["testtype"] == "functional" else None)
             for one in found
         ]
     except (ValueError, TypeError, KeyError) as error:
         msg = f"the tests of problem {which} cannot be read: {error_summary(error)}"
         raise TaskError(msg) from error
+    if not tests:
+        msg = f"problem {which} has no tests, so that every program would pass"
+        raise TaskError(msg)
+    return tests
 
 
 def unpack(text: str) -> list[dict[str, str]]:

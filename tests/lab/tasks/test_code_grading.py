@@ -94,6 +94,14 @@ def test_packed_tests_are_read_back_without_unpickling(tests: list[dict[str, str
     assert unpack(json.dumps(tests)) == tests
 
 
+def test_a_problem_without_tests_is_refused(tmp_path: Path) -> None:
+    """Every program would pass."""
+    none = {"public_test_cases": "[]", "private_test_cases": "[]"}
+    path = write_jsonl(tmp_path / "problems.jsonl", [LIVECODEBENCH[0] | none])
+    with pytest.raises(TaskError, match="abc001_a"):
+        load_task(f"livecodebench:source={path}").examples(1, seed=0)
+
+
 def test_a_malicious_pickle_is_not_executed(tmp_path: Path) -> None:
     import base64
     import zlib
