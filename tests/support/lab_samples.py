@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpolicy.lab.analysis.pooling import PooledCell
-from kvpolicy.lab.store.records import CellRecord, CellTiming, EvalSettingRecord, Sample
+from kvpolicy.lab.store.records import CellTiming, EvalSettingRecord, Sample
 from kvpolicy.lab.sweep.grid import Cell, build_cells
 from kvpolicy.lab.sweep.sweep_file import Series
 
@@ -77,7 +77,7 @@ def measured(
     timings = timings or {}
     return [
         PooledCell(
-            record=CellRecord(**cell.to_dict()),
+            record=cell.record,
             group=SETTING,
             block=None,
             version="0.1.0",

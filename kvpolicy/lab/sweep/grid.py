@@ -18,12 +18,7 @@ import kvpolicy
 from kvpolicy.engine.requests.request import Sampling
 from kvpolicy.errors import PlanError
 from kvpolicy.lab.models import ModelInfo, fingerprint_texts
-from kvpolicy.lab.store.records import (
-    EvalSettingRecord,
-    ItemRecord,
-    sample_key,
-    structure_record,
-)
+from kvpolicy.lab.store.records import CellRecord, EvalSettingRecord, ItemRecord, sample_key
 from kvpolicy.lab.sweep.sizes import Sizes, TooFewBytesError
 from kvpolicy.lab.sweep.sweep_file import Series, Variant
 from kvpolicy.lab.tasks.task import Example, Split, Task
@@ -32,7 +27,7 @@ from kvpolicy.plan.resolved import ResolvedPlan
 from kvpolicy.plan.toml import Override, apply_override, policies_named, read_tables
 
 # Names and titles do not change the samples, so they are not part of a setting's id.
-_NOT_IN_ID = ("model", "columns")
+_NOT_IN_ID = ("group", "model", "columns")
 
 _BUFFERS = ("buffer", "prefill_buffer")
 
@@ -65,7 +60,8 @@ class EvalSetting:
 
     @id.default
     def _hash(self) -> str:
-        return digest({k: v for k, v in self._to_dict().items() if k not in _NOT_IN_ID})
+        plain = attrs.asdict(self._record_with(""))
+        return digest({key: value for key, value in plain.items() if key not in _NOT_IN_ID})
 
     @property
     def num_attempts(self) -> int:
@@ -77,9 +73,10 @@ class EvalSetting:
         """Distinct examples."""
         return len({example.index for example in self.examples})
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for the manifest."""
-        return {"group": self.id, **self._to_dict()}
+    @cached_property
+    def record(self) -> EvalSettingRecord:
+        """The setting as stored in the manifest."""
+        return self._record_with(self.id)
 
     def example_records(self) -> list[ItemRecord]:
         """The examples, each once, as stored in the results folder."""
@@ -107,7 +104,7 @@ class EvalSetting:
             example: One attempt at one example of this setting.
         """
         return sample_key(
-            self._record,
+            self.record,
             plan,
             self._texts(example),
             item=example.index,
@@ -115,32 +112,29 @@ class EvalSetting:
             version=kvpolicy.__version__,
         )
 
-    @cached_property
-    def _record(self) -> EvalSettingRecord:
-        return structure_record(EvalSettingRecord, self.to_dict(), "this setting")
-
-    def _to_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model.name,
-            "model_fingerprint": self.model.fingerprint,
-            "device": self.model.device,
-            "dtype": self.model.dtype,
-            "task": self.task.name,
-            "seed": self.seed,
-            "split": self.split,
-            "n": self.num_examples,
-            "attempts": self.num_attempts,
-            "prompt_hash": fingerprint_texts(
+    def _record_with(self, id: str) -> EvalSettingRecord:
+        return EvalSettingRecord(
+            group=id,
+            model=self.model.name,
+            model_fingerprint=self.model.fingerprint,
+            device=self.model.device,
+            dtype=self.model.dtype,
+            task=self.task.name,
+            seed=self.seed,
+            split=self.split,
+            n=self.num_examples,
+            attempts=self.num_attempts,
+            prompt_hash=fingerprint_texts(
                 [json.dumps(self._texts(example)) for example in self.examples]
             ),
-            "sampling": describe_sampling(self.sampling),
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
-            "max_new_tokens": self.max_new_tokens,
-            "slots": self.slots,
-            "measure": self.task.metric.name,
-            "columns": [column.to_dict() for column in self.task.metric.columns],
-        }
+            sampling=describe_sampling(self.sampling),
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            max_new_tokens=self.max_new_tokens,
+            slots=self.slots,
+            measure=self.task.metric.name,
+            columns=tuple(column.info for column in self.task.metric.columns),
+        )
 
     def _texts(self, example: Example) -> list[str | None]:
         """Return all texts of an example that its metric reads."""
@@ -181,20 +175,21 @@ class Cell:
         """The cell's name in all files, 16 hexadecimal digits."""
         return hashlib.sha256(f"{self.setting} {self.digest}".encode()).hexdigest()[:16]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for the manifest."""
-        return {
-            "cell": self.id,
-            "group": self.setting,
-            "series": self.series,
-            "budget": self.budget,
-            "buffer": self.buffer,
-            "knobs": dict(self.knobs),
-            "plan": self.digest,
-            "resolved": self.resolved.to_dict(),
-            "bytes_per_sequence": self.bytes_per_sequence,
-            "byte_limits": list(self.byte_limits),
-        }
+    @property
+    def record(self) -> CellRecord:
+        """The cell as stored in the manifest."""
+        return CellRecord(
+            cell=self.id,
+            group=self.setting,
+            series=self.series,
+            budget=self.budget,
+            buffer=self.buffer,
+            knobs=dict(self.knobs),
+            plan=self.digest,
+            resolved=self.resolved.to_dict(),
+            bytes_per_sequence=self.bytes_per_sequence,
+            byte_limits=self.byte_limits,
+        )
 
 
 @attrs.frozen
@@ -288,8 +283,8 @@ class Sweep:
         return {
             "name": self.name,
             "version": kvpolicy.__version__,
-            "groups": [setting.to_dict() for setting in self.settings],
-            "cells": [cell.to_dict() for cell in self.cells],
+            "groups": [attrs.asdict(setting.record) for setting in self.settings],
+            "cells": [attrs.asdict(cell.record) for cell in self.cells],
         }
 
 

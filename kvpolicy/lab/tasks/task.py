@@ -25,7 +25,7 @@ from kvpolicy.entry_points import distribution, installed, load_installed, neare
 from kvpolicy.errors import KVPolicyError, TaskError, refusal_reason
 from kvpolicy.lab.shared import Shared
 from kvpolicy.lab.statistics import Interval, mean, pass_at_1, ratio, within
-from kvpolicy.lab.store.records import Breakdown, Sample
+from kvpolicy.lab.store.records import Breakdown, ColumnInfo, Sample
 from kvpolicy.plugin_code import plugin_code
 
 if TYPE_CHECKING:
@@ -138,15 +138,10 @@ class Column:
     def _shares_are(self) -> bool:
         return self.is_share
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for the manifest."""
-        return {
-            "name": self.name,
-            "title": self.title,
-            "heading": self.heading,
-            "is_share": self.is_share,
-            "more_is_better": self.more_is_better,
-        }
+    @property
+    def info(self) -> ColumnInfo:
+        """What the manifest says of it."""
+        return ColumnInfo(self.name, self.title, self.heading, self.is_share, self.more_is_better)
 
     def format(self, value: float) -> str:
         """Format one value."""

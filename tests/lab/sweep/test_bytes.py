@@ -13,7 +13,7 @@ from kvpolicy.lab.analysis.pooling import PooledCell
 from kvpolicy.lab.analysis.select import find_cell, pairs_with, select
 from kvpolicy.lab.models import Lengths, ModelCache
 from kvpolicy.lab.store.read import RunFolder, run_folder
-from kvpolicy.lab.store.records import CellRecord, EvalSettingRecord, structure_record
+from kvpolicy.lab.store.records import EvalSettingRecord
 from kvpolicy.lab.sweep.grid import Cell, Sweep
 from kvpolicy.lab.sweep.prepare import build_sweep, load_sweep
 from kvpolicy.lab.sweep.sweep_file import Series, load_preset
@@ -145,7 +145,7 @@ def run_of(sweep: Sweep, tmp_path: Path) -> RunFolder:
 def pooled(cell: Cell, setting: EvalSettingRecord) -> PooledCell:
     one = sample(cell, 0, key=cell.id)
     return PooledCell(
-        record=structure_record(CellRecord, cell.to_dict(), "a cell"),
+        record=cell.record,
         group=setting,
         block=0,
         version="",
