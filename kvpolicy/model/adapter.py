@@ -476,13 +476,14 @@ class ModelAdapter:
         decoder = copies.hookable(decoder_of(self.model))
         decoder.register_forward_pre_hook(_embed, with_kwargs=True)
 
-    def _keys_at(self, position: int) -> list[Tensor]:
-        """Keys of every layer, in all heads, for one token that stands alone at a position."""
+    def _keys_at(self, position: int) -> dict[int, Tensor]:
+        """Keys of every layer with rows, in all heads, for one token alone at a position."""
         cache = self._run_alone(position)
-        return [
-            self.processes.all_gather(layer.keys) if layer.shape.has_rows else layer.shape.zeros(0)
-            for layer in cache.layers
-        ]
+        return {
+            index: self.processes.all_gather(layer.keys)
+            for index, layer in enumerate(cache.layers)
+            if layer.shape.has_rows
+        }
 
     def _stored_token(self, layers: Sequence[int]) -> dict[int, StoredToken]:
         """What one token leaves in some layers if it stands alone at position 0.

@@ -7,7 +7,7 @@ them, so partial and interleaved embeddings are rotated as in the model.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,20 +29,21 @@ class Rotation:
     def __init__(
         self,
         model: PreTrainedModel,
-        keys_at: Callable[[int], list[Tensor]],
+        keys_at: Callable[[int], Mapping[int, Tensor]],
         max_positions: int,
     ) -> None:
         """Note the model; it is inspected when the first key is moved.
 
         Args:
             model: The model.
-            keys_at: Keys of every layer for one token that stands alone at a position.
+            keys_at: Keys of every layer with rows, by its number, for one token that stands alone
+                at a position.
             max_positions: Positions of the model.
         """
         self._model = model
         self._keys_at = keys_at
         self._max_positions = max_positions
-        self._layers: list[Callable[[Tensor, Tensor], Tensor]] | None = None
+        self._layers: Mapping[int, Callable[[Tensor, Tensor], Tensor]] | None = None
 
     def __call__(self, layer_idx: int, keys: Tensor, by: Tensor) -> Tensor:
         """Move keys of one layer.
@@ -62,7 +63,7 @@ class Rotation:
             self._layers = self._find_layers()
         return self._layers[layer_idx](keys, by)
 
-    def _find_layers(self) -> list[Callable[[Tensor, Tensor], Tensor]]:
+    def _find_layers(self) -> Mapping[int, Callable[[Tensor, Tensor], Tensor]]:
         """For each layer the first candidate that moves a real token as the model does.
 
         A sequence of one token attends to itself only. At any position it enters every layer
@@ -72,14 +73,17 @@ class Rotation:
         distance = min(_DISTANCE, self._max_positions - _POSITION - 1)
         positions = (_POSITION, _POSITION + distance)
         before, after = (self._keys_at(position) for position in positions)
-        found = []
-        for layer_idx, keys in enumerate(zip(before, after, strict=True)):
+        found = {}
+        for layer_idx in before:
+            keys = before[layer_idx], after[layer_idx]
             candidates = _candidates(self._model, rotary, layer_idx)
             rotate = next((one for one in candidates if _is_correct(one, *keys, distance)), None)
+            if rotate is None and rotary is None:
+                raise _refusal(self._model, "it has no rotary embedding")
             if rotate is None:
                 reason = f"those of layer {layer_idx} do not change as its rotary embedding says"
                 raise _refusal(self._model, reason)
-            found.append(rotate)
+            found[layer_idx] = rotate
         return found
 
 
@@ -106,38 +110,54 @@ def _refusal(model: Any, reason: str) -> ModelError:
     return ModelError(msg)
 
 
+def _embedding_of(model: Any) -> Any:
+    """The rotary embedding of a decoder; ``None``: it has none."""
+    names = ("rotary_emb", "pos_emb")
+    found = (getattr(decoder_of(model), name, None) for name in names)
+    return next((one for one in found if one is not None), None)
+
+
 def _rotary_embedding(model: Any) -> Any:
-    rotary = getattr(decoder_of(model), "rotary_emb", None)
-    if rotary is None or not hasattr(_modelling_file(model), "apply_rotary_pos_emb"):
-        raise _refusal(model, "it has no rotary embedding")
-    if depends_on_length(rotary):
+    rotary = _embedding_of(model)
+    if rotary is not None and depends_on_length(rotary):
         kind = " and ".join(sorted(rope_types(rotary)))
         raise _refusal(model, f"its rotary embedding, '{kind}', changes with the length")
     return rotary
 
 
-def _modelling_file(model: Any) -> Any:
-    return sys.modules[type(decoder_of(model)).__module__]
+# Rotates numbers [B, 1, K, R] by their cosines and sines [B, K, R].
+_Apply = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _apply_halves(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As in Llama; also for keys whose pairs the model has put into halves before."""
+    first, second = keys.chunk(2, dim=-1)
+    return keys * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+
+
+def _applies(model: Any) -> Iterator[_Apply]:
+    """How the modelling file of a model rotates, as far as is known."""
+    own = getattr(sys.modules[type(decoder_of(model)).__module__], "apply_rotary_pos_emb", None)
+    if own is not None and list(inspect.signature(own).parameters)[1] == "cos":
+        yield own
+    elif own is not None:
+        yield lambda keys, cos, sin: own(keys, keys, cos, sin)[1]
+    yield _apply_halves
 
 
 def _candidates(
     model: Any, rotary: Any, layer_idx: int
 ) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
-    """How models rotate: the whole head, its first numbers only, or not in this layer."""
+    """How models rotate: the whole head, its first or last numbers only, or not in this layer."""
     options = _options(model, rotary, layer_idx)
-    apply = _modelling_file(model).apply_rotary_pos_emb
-    for is_partial in (False, True):
-        yield partial(_rotate, apply, rotary, options, is_partial)
+    for apply in () if rotary is None else _applies(model):
+        for part in ("all", "first", "last"):
+            yield partial(_rotate, apply, rotary, options, part)
     yield lambda keys, by: keys
 
 
 def _rotate(
-    apply: Callable[..., Any],
-    rotary: Any,
-    options: dict[str, Any],
-    is_partial: bool,
-    keys: Tensor,
-    by: Tensor,
+    apply: _Apply, rotary: Any, options: dict[str, Any], part: str, keys: Tensor, by: Tensor
 ) -> Tensor:
     """Rotate in fp32: only the result is rounded to the dtype of the keys."""
     with torch.inference_mode():
@@ -145,20 +165,24 @@ def _rotate(
         cos, sin = rotary(flat, by.flatten(0, 1), **options)  # [B * H_kv, K, R]
         # Some embeddings scale attention through cos and sin; a stored key is scaled already.
         scale = _scale(rotary, options)
-        width = cos.shape[-1] if is_partial else keys.shape[3]
-        rotated, rest = flat[..., :width], flat[..., width:]
-        _, rotated = apply(rotated, rotated, cos / scale, sin / scale)
-        return torch.cat([rotated, rest], dim=-1)[:, 0].reshape(keys.shape).to(keys.dtype)
+        size = keys.shape[3]
+        width = size if part == "all" else cos.shape[-1]
+        start = size - width if part == "last" else 0
+        before, rotated, after = flat.split([start, width, size - start - width], dim=3)
+        rotated = apply(rotated, cos / scale, sin / scale)
+        return torch.cat([before, rotated, after], dim=3)[:, 0].reshape(keys.shape).to(keys.dtype)
 
 
 def rotary_scale(model: PreTrainedModel, layer_idx: int) -> float:
     """What a model's rotary embedding multiplies with at every position, beside rotating."""
-    rotary = getattr(decoder_of(model), "rotary_emb", None)
+    rotary = _embedding_of(model)
     return 1.0 if rotary is None else _scale(rotary, _options(model, rotary, layer_idx))
 
 
 def _options(model: Any, rotary: Any, layer_idx: int) -> dict[str, Any]:
     """Arguments of a rotary embedding that differs between layers."""
+    if rotary is None:
+        return {}
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
     takes_kind = "layer_type" in inspect.signature(type(rotary).forward).parameters
     return {"layer_type": kinds[layer_idx]} if takes_kind and kinds else {}

@@ -6,18 +6,21 @@ import pytest
 import tiny
 import torch
 import transformers
+from any_model import tiny_random_model
 from hypothesis import given
 from hypothesis import strategies as st
 from kvpolicy_reasoner.model import load_reasoner
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvpolicy import Engine, Plan, hookimpl
+from kvpolicy.cache.eager_step import EagerStep
 from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.rows import LayerRows
 from kvpolicy.cache.shape import LayerShape, Slab
-from kvpolicy.compat import cache_in
+from kvpolicy.compat import cache_in, has_states
 from kvpolicy.errors import ModelError
 from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.forward_input import ForwardInput
 from kvpolicy.model.rope import rotate_halves
 
 _SMALL = {
@@ -93,6 +96,41 @@ def test_rotated_key_equals_the_key_at_its_new_position(
                 assert torch.equal(moved, source)
             error = (moved.float() - target.float()).norm() / target.float().norm()
             assert error < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+ANY = {
+    "the last numbers of a head": "DeepseekV3ForCausalLM",
+    "the last numbers, of heads with latents": "MiniCPM3ForCausalLM",
+    "keys apart from queries": "Gemma3nForCausalLM",
+    "no positions at all": "JambaForCausalLM",
+    "states in some layers": "Lfm2ForCausalLM",
+    "an embedding of another name": "Lfm2MoeForCausalLM",
+    "states and a part of the head": "Qwen3NextForCausalLM",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("class_name", ANY.values(), ids=ANY)
+def test_keys_of_models_with_other_layers_are_rotated(class_name: str) -> None:
+    if not (has_states() and hasattr(transformers, class_name)):
+        pytest.skip(f"this release has no {class_name}, or runs none of its layers")
+    model = tiny_random_model(class_name)
+    adapter = ModelAdapter(model)
+    rotation = adapter.rotation()
+    found = {}
+    for position in (4, 90):
+        shapes = adapter.layer_shapes()
+        cache = KVCache(shapes, [Slab(1)] * len(shapes), 1)
+        cache.seq_len[0] = position
+        step = EagerStep(cache, [0], [1])
+        adapter.forward(ForwardInput(torch.tensor([[7]]), step))
+        step.commit()
+        found[position] = {index: cache.layers[index].keys for index in adapter.attention_layers}
+    assert adapter.attention_layers
+    for layer_idx in adapter.attention_layers:
+        source, target = (found[position][layer_idx] for position in (4, 90))
+        moved = rotation(layer_idx, source, torch.full(source.shape[:3], 86))
+        torch.testing.assert_close(moved, target, atol=1e-4, rtol=1e-4)
 
 
 def test_rotated_keys_of_a_trained_model_equal_its_own() -> None:
