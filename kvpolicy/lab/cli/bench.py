@@ -41,7 +41,7 @@ from kvpolicy.cli.options import (
 from kvpolicy.cli.output import info, print_json, print_text
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.files import atomic_write
-from kvpolicy.lab.cli.bench_sizes import choose_sizes, positions_needed
+from kvpolicy.lab.cli.bench_sizes import choose_sizes, positions_needed, without_effect
 
 if TYPE_CHECKING:
     from kvpolicy.lab.bench.operating_points.at_accuracy import Choice
@@ -293,24 +293,24 @@ def bench(
         msg = "bench was given --model and --shape, which both say what is measured; give one."
         raise KVPolicyError(msg)
     register_plugins(plugin)
-    sizes = choose_sizes(
-        mode,
-        at_accuracy=at_accuracy is not None,
-        quick=quick,
-        shape=shape,
-        batch=batch,
-        steps=steps,
-        prompt_min=prompt_min,
-        prompt_max=prompt_max,
-        new_tokens=new_tokens,
-        budget=budget,
-        buffer=buffer,
-        rounds=rounds,
-        lengths=sorted(set(parse_ints("--lengths", lengths))),
-        prefill=sorted(set(parse_ints("--prefill", prefill))),
-        batches=list(dict.fromkeys(parse_ints("--batches", batches))),
-        memory_limit=memory_limit,
-    )
+    given_sizes: dict[str, Any] = {
+        "shape": shape,
+        "batch": batch,
+        "steps": steps,
+        "prompt_min": prompt_min,
+        "prompt_max": prompt_max,
+        "new_tokens": new_tokens,
+        "budget": budget,
+        "buffer": buffer,
+        "rounds": rounds,
+        "lengths": sorted(set(parse_ints("--lengths", lengths))),
+        "prefill": sorted(set(parse_ints("--prefill", prefill))),
+        "batches": list(dict.fromkeys(parse_ints("--batches", batches))),
+        "memory_limit": memory_limit,
+    }
+    sizes = choose_sizes(mode, at_accuracy=at_accuracy is not None, quick=quick, **given_sizes)
+    if (note := without_effect(mode, **given_sizes)) is not None:
+        info(f"{note}.")
     without = without or (_GPU_WITHOUT if gpu else None)
     device = device or ("cuda" if gpu else "cpu")
     dtype = dtype or ("bfloat16" if gpu else "float32")

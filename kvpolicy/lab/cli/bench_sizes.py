@@ -35,6 +35,19 @@ _OF_MODES: Mapping[str, Mapping[str, Any]] = {
     "gpu": _OF_GPU,
 }
 _OF_ONE_LENGTH = ("max_batch", "launches", "gpu")
+# Sizes that not all workloads have, with those that have them.
+_READ_BY: Mapping[str, tuple[str, ...]] = {
+    "batch": ("decode", "text", "launches"),
+    "steps": ("decode", "max_batch", "gpu"),
+    "prompt_min": ("text", "memory"),
+    "prompt_max": ("text", "memory"),
+    "new_tokens": ("text",),
+    "rounds": ("decode", "text", "max_batch", "gpu"),
+    "lengths": ("decode", "max_batch", "memory", "launches", "gpu"),
+    "memory_limit": ("max_batch", "gpu"),
+    "prefill": ("gpu",),
+    "batches": ("gpu",),
+}
 
 
 def choose_sizes(mode: str, *, at_accuracy: bool, quick: bool, **given: Any) -> dict[str, Any]:
@@ -60,6 +73,19 @@ def choose_sizes(mode: str, *, at_accuracy: bool, quick: bool, **given: Any) -> 
         msg = f"--prompt-max {sizes['prompt_max']} is below --prompt-min {sizes['prompt_min']}."
         raise KVPolicyError(msg)
     return sizes
+
+
+def without_effect(mode: str, **given: Any) -> str | None:
+    """Say which of the sizes that the user gave change nothing; ``None`` if all are read."""
+    names = [
+        f"--{name.replace('_', '-')}"
+        for name, modes in _READ_BY.items()
+        if given[name] and mode not in modes
+    ]
+    if not names:
+        return None
+    what = "decode steps" if mode == "decode" else f"what --{mode.replace('_', '-')} measures"
+    return f"{' and '.join(names)}: no part of {what}, so that nothing changes by it"
 
 
 def positions_needed(mode: str, sizes: Mapping[str, Any]) -> int:

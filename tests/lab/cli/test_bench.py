@@ -1,6 +1,7 @@
 """The command: tables, JSON, folders that continue, and refused input."""
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -25,11 +26,18 @@ from kvpolicy.lab.bench.roofline import Machine
 from kvpolicy.lab.bench.rounds.turns import Turn, measure
 from kvpolicy.lab.bench.workload import Prefill, Text
 from kvpolicy.lab.cli.bench_run import workloads_of
+from kvpolicy.lab.cli.bench_sizes import choose_sizes, without_effect
 
 pytestmark = pytest.mark.usefixtures("little_work_for_the_limit")
 
 SIZES = ("--shape", "tiny", "--batch", 2, "--prompt-min", 4, "--prompt-max", 9)
 OPTIONS = (*SIZES, "--new-tokens", 14, "--budget", 8, "--buffer", 4, "--steps", 2)
+NO_SIZES: dict[str, Any] = dict.fromkeys(
+    [
+        *("shape", "batch", "steps", "prompt_min", "prompt_max", "new_tokens", "budget", "buffer"),
+        *("rounds", "lengths", "memory_limit", "prefill", "batches"),
+    ]
+)
 FEW = ("--without", "generate_batch,kvpress")
 
 
@@ -450,3 +458,30 @@ def test_what_fails_on_a_gpu_stops_nothing_else(
     assert ("knorm", GPU_WORKS[-2]) in {
         (one["contender"], one["work"]) for one in turns_in(Path("here"))
     }
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "named"),
+    [
+        ("decode", {"new_tokens": 9, "prompt_min": 4}, ["--prompt-min", "--new-tokens"]),
+        ("decode", {"batch": 2, "lengths": [9], "rounds": 1}, []),
+        ("text", {"lengths": [9], "new_tokens": 9}, ["--lengths"]),
+        ("memory", {"rounds": 2, "prompt_max": 9}, ["--rounds"]),
+        ("launches", {"steps": 9, "batch": 2}, ["--steps"]),
+        ("max_batch", {"batch": 9, "memory_limit": 1.0}, ["--batch"]),
+        ("gpu", {"batch": 9, "batches": [9]}, ["--batch"]),
+    ],
+)
+def test_sizes_that_change_nothing_are_named(
+    mode: str, given: dict[str, Any], named: list[str]
+) -> None:
+    nothing = dict.fromkeys(choose_sizes(mode, at_accuracy=False, quick=True, **NO_SIZES))
+    note = without_effect(mode, **(nothing | given)) or ""
+    assert re.findall(r"--[a-z-]+(?= and|:)", note) == named
+
+
+def test_a_size_that_changes_nothing_is_told(kvpolicy: Shell) -> None:
+    words = ("--shape", "tiny", "--lengths", 9, "--policies", "knorm", "--new-tokens", 9)
+    found = kvpolicy("bench", "--memory", *words)
+    assert found.status == 0, found.err
+    assert "--new-tokens" in found.err
