@@ -12,6 +12,7 @@ What a recording cannot know of, it must not outlive: before each step the modul
 looked at, as are the addresses of its weights and of the cache.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +57,8 @@ class RecordedSteps:
         seen = self._seen
         if self._programs and not (seen and seen.holds(module_of(call), step.addresses)):
             self.forget()
-        kind = (step.width, given.draws, given.wants_states, *step.drawn_by)
+        # A process that was forked lacks the threads that a recording may ask for.
+        kind = (os.getpid(), step.width, given.draws, given.wants_states, *step.drawn_by)
         program = self._programs.get(kind)
         if program is None:
             self._num_steps[kind] += 1

@@ -22,7 +22,7 @@ WIDE = 4 * LANES
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 HALVES, BYTES = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.IntType(8), LANES)
-SUMS = ir.VectorType(_FLOAT, 4)
+PAIRS, SUMS = _INTS, ir.VectorType(_FLOAT, 4)
 
 
 class _Lanes(types.Type):
@@ -149,6 +149,16 @@ def of_bf16(builder, halves, integers=_INTS, floats=FLOATS):
     """bf16 are the upper half of a number in fp32."""
     wide = builder.zext(halves, integers)
     return builder.bitcast(builder.shl(wide, _constant(integers, 16)), floats)
+
+
+def of_lower_bf16(builder, pairs):
+    """Numbers of which the bf16 is the lower half of an integer."""
+    return builder.bitcast(builder.shl(pairs, _constant(PAIRS, 16)), FLOATS)
+
+
+def of_upper_bf16(builder, pairs):
+    """Those of which it is the upper half."""
+    return builder.bitcast(builder.and_(pairs, _constant(PAIRS, 0xFFFF0000)), FLOATS)
 
 
 def of_fp16(builder, halves, integers=_INTS, floats=FLOATS):

@@ -25,6 +25,7 @@ from kvpolicy.attention.numba_backend.lanes import (
     FLOATS,
     HALVES,
     LANES,
+    PAIRS,
     SUMS,
     WIDE,
     address,
@@ -34,6 +35,8 @@ from kvpolicy.attention.numba_backend.lanes import (
     of_bf16,
     of_codes,
     of_fp16,
+    of_lower_bf16,
+    of_upper_bf16,
     splat,
     sums_of_four,
 )
@@ -42,14 +45,15 @@ from kvpolicy.numba_common import FASTMATH
 
 # Queries that read a row together. Their sums fill the registers of processors with AVX-512; others
 # have fewer or shorter ones, and one query has what they hold.
-_TOGETHER = 4 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 1
+TOGETHER = 4 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 1
 
 _FOUR = 4  # sums of a tile for each query
 _LINE = 64  # bytes that a processor reads at once
 _AHEAD = 2**14  # bytes by which it is told of rows before they are read
 _CACHED = 2**14  # bytes of rows that stay in the first cache while their channels are added
 
-SIGNED = -8  # a form: bytes with a sign, such as weights
+# Forms of weights: bytes with a sign; and the first and the second of two numbers in bfloat16.
+SIGNED, FIRST_BF16, SECOND_BF16 = -8, -16, -17
 
 # What is loaded of a form, the bytes of a number, and how numbers are made of it.
 _FORMS: dict[int, tuple[Any, int, Callable[..., Any]]] = {
@@ -58,6 +62,8 @@ _FORMS: dict[int, tuple[Any, int, Callable[..., Any]]] = {
     FP16: (HALVES, 2, of_fp16),
     8: (BYTES, 1, of_codes),
     SIGNED: (BYTES, 1, partial(of_codes, signed=True)),
+    FIRST_BF16: (PAIRS, 4, of_lower_bf16),
+    SECOND_BF16: (PAIRS, 4, of_upper_bf16),
 }
 
 
@@ -203,6 +209,11 @@ def _tile(form, members, columns):
     return empty, read, write, plus_channels, write_logits, plus_row
 
 
+def tile_of(form, members):
+    """The functions of `_tile`, with as many sums for each query as are read at once."""
+    return _tile(form, members, _FOUR)
+
+
 def _loops(form, members):
     """What `multiply` and `add` do for so many queries, from one on."""
     empty, read, write, plus_channels, write_logits, plus_row = _tile(form, members, _FOUR)
@@ -259,7 +270,7 @@ def of_form(form):
     def multiply_all(query, rows, ahead, first, logits):
         whole, member = query.shape[1] - query.shape[1] % LANES, none
         while member < query.shape[0]:
-            some = min(query.shape[0] - member, _TOGETHER)
+            some = min(query.shape[0] - member, TOGETHER)
             if some == 4:
                 multiply_four(query, member, rows, whole, ahead, first, logits)
             elif some == 3:
@@ -274,7 +285,7 @@ def of_form(form):
     def add_all(weights, rows, ahead, first, output):
         whole, member = output.shape[1] - output.shape[1] % LANES, none
         while member < output.shape[0]:
-            some = min(output.shape[0] - member, _TOGETHER)
+            some = min(output.shape[0] - member, TOGETHER)
             if some == 4:
                 add_four(weights, member, rows, whole, ahead, first, output)
             elif some == 3:

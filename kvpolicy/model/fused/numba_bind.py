@@ -16,9 +16,22 @@ from torch import Tensor, fx
 
 from kvpolicy.model.fused import numba_kernels
 from kvpolicy.model.fused.operators import ADD_NORM, GATE, NORM, ROTATE
-from kvpolicy.model.fused.record import Layout, Recording, getitem, layout, location, viewed
+from kvpolicy.model.fused.record import (
+    Layout,
+    Recording,
+    getitem,
+    layout,
+    location,
+    uncast,
+    viewed,
+    writes,
+)
+from kvpolicy.model.numba_panels import MOST_ROWS, Panels
+from kvpolicy.numba_common import is_forked
 
 _NUMBER = 4  # bytes
+
+_PRODUCT = torch.ops.mkldnn._linear_pointwise.default  # with packed weights
 
 
 def bind(recording: Recording) -> int:
@@ -30,7 +43,11 @@ def bind(recording: Recording) -> int:
     graph, num = recording.graph, 0
     answered = _answered(graph)
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in _BINDERS or node in answered:
+        if node.op != "call_function":
+            continue
+        if node.target is _PRODUCT and not is_forked():
+            num += _bind_product(recording, node, answered)
+        if node.target not in _BINDERS or node in answered:
             continue
         operands = [_Operand.of(one) for one in node.args if isinstance(one, fx.Node)]
         call = None if None in operands else _BINDERS[node.target](operands, node.args[-1])
@@ -44,6 +61,47 @@ def bind(recording: Recording) -> int:
     return num
 
 
+def _bind_product(recording: Recording, node: Any, answered: set[fx.Node]) -> bool:
+    """Multiply few rows with packed weights in Numba, if it knows how the weights lie."""
+    states, weights, bias, *_ = node.args
+    panels = Panels.of(recording.tensors[weights.target]) if weights.op == "get_attr" else None
+    products = [node]
+    if panels is not None and panels.dtype == torch.bfloat16:  # it casts both ways
+        states, products = uncast(states), [*node.users]
+    rows = _Operand.of(states)
+    if panels is None or rows is None or (stride := rows.row_stride) is None:
+        return False
+    shape = *rows.shape[:-1], panels.num_outputs
+    if prod(shape[:-1]) > MOST_ROWS[panels.dtype] or any(
+        _dtype(one) != torch.float32 or uncast(one) is not node for one in products
+    ):
+        return False
+    out = None if answered.intersection(products) else torch.empty(shape)
+    call = _product(panels, rows.offset, stride, shape, out)
+    graph = recording.graph
+    with graph.inserting_before(node):
+        bound = graph.call_function(call, (rows.base, *([] if bias is None else [bias])))
+    bound.meta.update(products[0].meta)
+    for one in products:
+        one.replace_all_uses_with(bound)
+    for one in dict.fromkeys((*products, node)):
+        graph.erase_node(one)
+    return True
+
+
+def _product(
+    panels: Panels, offset: int, stride: int, shape: tuple[int, ...], out: Tensor | None
+) -> Callable[..., Tensor]:
+    """The product of rows so many bytes behind a tensor's first; ``out``: where to."""
+
+    def multiply(states: Tensor, bias: Tensor | None = None) -> Tensor:
+        products = torch.empty(shape) if out is None else out
+        panels.multiply(states.data_ptr() + offset, stride, products)
+        return products if bias is None else products.add_(bias)
+
+    return multiply
+
+
 def _answered(graph: fx.Graph) -> set[fx.Node]:
     """The nodes whose memory is that of what a graph returns."""
     (output,) = (node for node in graph.nodes if node.op == "output")
@@ -53,7 +111,8 @@ def _answered(graph: fx.Graph) -> set[fx.Node]:
         node = waiting.pop()
         found.add(node)
         base = node.all_input_nodes[0] if node.target is getitem else viewed(node)
-        waiting += [] if base is None or base in found else [base]
+        bases = [*writes(node), *([] if base is None else [base])]
+        waiting += [one for one in bases if one not in found]
     return found
 
 

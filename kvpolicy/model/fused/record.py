@@ -31,6 +31,15 @@ _ALLOCATES = (
     "aten::new_empty_strided",
 )
 
+_CASTS = {
+    torch.ops.aten.to.dtype,
+    torch.ops.aten.to.other,
+    torch.ops.aten.to.device,
+    torch.ops.aten.to.dtype_layout,
+    torch.ops.aten.type_as.default,
+    torch.ops.aten._to_copy.default,
+}
+
 
 class NotRecordableError(Exception):
     """A function does what operators do not tell of; users read why in `RunReport.path`."""
@@ -79,6 +88,17 @@ def location(node: Node) -> tuple[int, tuple[int, ...]] | None:
     """Where the numbers of a node's tensor were in its memory: offset and strides."""
     found: tuple[int, tuple[int, ...]] | None = node.meta.get("location")
     return found
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor has its numbers one behind another, as `Tensor.is_contiguous`."""
+    return torch.empty_strided(shape, strides, device="meta").is_contiguous()
+
+
+def uncast(node: Any) -> Any:
+    """What a node casts, if it casts."""
+    is_cast = isinstance(node, Node) and node.op == "call_function" and node.target in _CASTS
+    return node.args[0] if is_cast else node
 
 
 def writes(node: Node) -> list[Node]:

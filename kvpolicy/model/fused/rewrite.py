@@ -14,7 +14,16 @@ from torch import Tensor, fx
 from kvpolicy.devices import HAS_NUMBA
 from kvpolicy.model.fused.join_weights import joined
 from kvpolicy.model.fused.operators import ADD_NORM, DTYPES, GATE, LONGEST_ROW, NORM, ROTATE
-from kvpolicy.model.fused.record import Layout, Recording, getitem, layout, location, writes
+from kvpolicy.model.fused.record import (
+    Layout,
+    Recording,
+    getitem,
+    is_contiguous,
+    layout,
+    location,
+    uncast,
+    writes,
+)
 
 aten = torch.ops.aten
 
@@ -22,14 +31,6 @@ aten = torch.ops.aten
 Node = Any
 Graph = fx.Graph
 
-_CASTS = {
-    aten.to.dtype,
-    aten.to.other,
-    aten.to.device,
-    aten.to.dtype_layout,
-    aten.type_as.default,
-    aten._to_copy.default,
-}
 _POW, _MEAN, _RSQRT = aten.pow.Tensor_Scalar, aten.mean.dim, aten.rsqrt.default
 _ADD, _MUL = aten.add.Tensor, aten.mul.Tensor
 _SILU, _LINEAR, _NEG = aten.silu.default, aten.linear.default, aten.neg.default
@@ -96,6 +97,7 @@ def _fuse_norms(graph: Graph) -> int:
                 normed = _call(graph, getitem, (both, 1), layout(node))
                 total = _call(graph, getitem, (both, 0), layout(node))
             states.replace_all_uses_with(total)
+        _lies_as(normed, node)
         node.replace_all_uses_with(normed)
         num += 1
     return num
@@ -105,7 +107,7 @@ def _norm_at(node: Node) -> tuple[Node, Node, float] | None:
     """States, weight and epsilon of the norm that a node is the result of."""
     for weight, normed in _factors(node):
         size = _constant_row(weight)
-        scaled = _uncast(normed)
+        scaled = uncast(normed)
         for wide, inverse in _factors(scaled):
             if not _is(inverse, _RSQRT) or not _is(shifted := inverse.args[0], _ADD):
                 continue
@@ -117,7 +119,7 @@ def _norm_at(node: Node) -> tuple[Node, Node, float] | None:
                 continue
             if squares.args != (wide, 2):
                 continue
-            states = _uncast(wide)
+            states = uncast(wide)
             kind = _layout(states)
             if (
                 _layout(wide) == Layout(kind.shape, torch.float32)
@@ -244,7 +246,9 @@ def _fuse_gates(graph: Graph) -> int:
             if _layout(gate).dtype not in DTYPES or _is_changed(gate):
                 continue
             with graph.inserting_before(node):
-                node.replace_all_uses_with(_call(graph, GATE, (gate, up), layout(node)))
+                gated = _call(graph, GATE, (gate, up), layout(node))
+            _lies_as(gated, node)
+            node.replace_all_uses_with(gated)
             num += 1
             break
     return num
@@ -323,6 +327,13 @@ def _call(graph: Graph, target: Any, args: tuple[Any, ...], kind: Layout | None)
     return node
 
 
+def _lies_as(node: Node, replaced: Node) -> None:
+    """Note for views where the result of a kernel lies, which is contiguous."""
+    at, shape = location(replaced), _layout(replaced).shape
+    if at is not None and is_contiguous(shape, at[1]):
+        node.meta["location"] = at
+
+
 def _is(node: Any, target: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target is target
 
@@ -338,12 +349,6 @@ def _factors(node: Any) -> Iterator[tuple[Node, Node]]:
         first, second = node.args
         yield first, second
         yield second, first
-
-
-def _uncast(node: Any) -> Any:
-    """What a node casts, if it casts."""
-    is_cast = isinstance(node, fx.Node) and node.op == "call_function" and node.target in _CASTS
-    return node.args[0] if is_cast else node
 
 
 def _constant_row(node: Node) -> int | None:
