@@ -97,8 +97,8 @@ TYPES = {
 TYPE_OF = {name: kind for kind, names in TYPES.items() for name in names.split()}
 
 PROMPTS = {"HEADS": 32, "GROUP": 4, "DIM": 128, "DIM_BLOCK": 128, "QUERIES": 64}
-PROMPTS |= {"SOFTCAP": 0.0, "REACH": 0}
-CAPPED = {"SOFTCAP": 50.0, "REACH": 1024}
+PROMPTS |= {"SOFTCAP": 0.0, "WINDOW": False}
+CAPPED = {"SOFTCAP": 50.0, "WINDOW": True}
 LONG_HEADS = {"DIM": 256, "DIM_BLOCK": 256, "QUERIES": 32}
 SUMS_ALONE = dict.fromkeys(TRACKS, False) | {"SUMS": True}
 

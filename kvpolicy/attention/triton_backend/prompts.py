@@ -42,6 +42,7 @@ def _attend_queries(
     divisors,
     scaling,
     width,
+    reach,
     query_slot,
     query_head,
     query_token,
@@ -61,7 +62,7 @@ def _attend_queries(
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    REACH: tl.constexpr,
+    WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
 ):
     """Online softmax of a block of queries of one head over the rows of their sequence."""
@@ -83,16 +84,16 @@ def _attend_queries(
     total = tl.zeros((QUERIES,), tl.float32)
     output = tl.zeros((QUERIES, VALUE_DIM_BLOCK), tl.float32)
     start, end = 0, before + tl.minimum(first_column + QUERIES, width)
-    if REACH > 0:
-        start = tl.maximum(before + tl.maximum(first_column, first_token) - REACH + 1, 0)
+    if WINDOW:
+        start = tl.maximum(before + tl.maximum(first_column, first_token) - reach + 1, 0)
     if first_column + QUERIES <= first_token:
         end = start  # of pads alone
     for first in range(start, end, ROWS):
         row = first + tl.arange(0, ROWS)
         is_row = row < end
         seen = is_query[:, None] & (row[None, :] <= newest[:, None])
-        if REACH > 0:
-            seen = seen & (row[None, :] > newest[:, None] - REACH)
+        if WINDOW:
+            seen = seen & (row[None, :] > newest[:, None] - reach)
         at = row_start(slot, head // GROUP, row, keys_slot, keys_head, keys_row)
         k = tl.load(
             keys + at[:, None] + d[None, :], mask=is_row[:, None] & (d < DIM)[None, :], other=0.0
@@ -143,6 +144,7 @@ def _add_up(
     squares_logit2,
     scaling,
     width,
+    reach,
     query_slot,
     query_head,
     query_token,
@@ -160,7 +162,7 @@ def _add_up(
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    REACH: tl.constexpr,
+    WINDOW: tl.constexpr,
     SUMS: tl.constexpr,
     SQUARES: tl.constexpr,
     SQUARES_LOGIT: tl.constexpr,
@@ -181,8 +183,8 @@ def _add_up(
     )
     # Columns of the queries that see one of these rows.
     start, end = tl.maximum(first_row - before, first_token), width
-    if REACH > 0:
-        end = tl.minimum(first_row + ROWS - 1 + REACH - before, width)
+    if WINDOW:
+        end = tl.minimum(first_row + ROWS - 1 + reach - before, width)
     if first_row >= num_rows:
         end = start
     received = tl.zeros((ROWS,), tl.float32)
@@ -206,8 +208,8 @@ def _add_up(
         x = capped(dot(k, tl.trans(q)) * scaling, SOFTCAP)
         newest = before + column
         seen = is_query[None, :] & is_row[:, None] & (row[:, None] <= newest[None, :])
-        if REACH > 0:
-            seen = seen & (row[:, None] > newest[None, :] - REACH)
+        if WINDOW:
+            seen = seen & (row[:, None] > newest[None, :] - reach)
         weight = tl.exp(tl.where(seen, x, float("-inf")) - divisor[None, :])
         if SUMS:
             received += tl.sum(weight, 1)
@@ -233,7 +235,9 @@ def _add_up(
 def _tile(dim: int, num_bytes: int) -> int:
     """Queries, or rows, of so many channels that are read at once, each of so many bytes."""
     row_bytes = max(power_of_2(dim), _LEAST) * num_bytes
-    return max(min(_TILE_BYTES // row_bytes, _MOST), _LEAST)
+    # Products of 32 bits are made without tensor cores, in registers.
+    smaller = num_bytes // 2
+    return max(min(_TILE_BYTES // row_bytes, _MOST) // smaller, _LEAST)
 
 
 def attend(
@@ -285,11 +289,11 @@ def attend(
         "DIM_BLOCK": max(power_of_2(dim), _LEAST),
         "QUERIES": tile,
         "SOFTCAP": softcap,
-        "REACH": reach,
+        "WINDOW": reach > 0,
     }
     out = values.new_empty(num_sequences, width, num_heads, value_dim)
     divisors = queries.new_empty((num_sequences, num_heads, width), dtype=torch.float32)
-    given = scaling, width, *queries.stride()[:3], *row_strides(keys)
+    given = scaling, width, reach, *queries.stride()[:3], *row_strides(keys)
     _attend_queries[triton.cdiv(width, tile), num_heads, num_sequences](
         queries,
         keys,

@@ -23,7 +23,7 @@ _ON_CPU = ("cpu_op",)
 
 # Kinds of kernels by what their names contain, the first that fits.
 KINDS: Mapping[str, tuple[str, ...]] = {
-    "attention": ("_append", "attend_chunk", "join_chunks", "attention", "flash"),
+    "attention": ("_append", "attend_", "join_chunks", "_add_up", "attention", "flash"),
     "norms": ("_norm",),
     "RoPE": ("_rotate",),
     "gates": ("_gate",),

@@ -325,7 +325,6 @@ def bench(
     from kvpolicy.lab.bench.contenders.contender import LLAMA_CPP, OPENVINO, VLLM, Contender
     from kvpolicy.lab.bench.contenders.form import Form
     from kvpolicy.lab.bench.contenders.rivals.known import KNOWN
-    from kvpolicy.lab.bench.diagnostics.checks import check_compactions, check_tokens
     from kvpolicy.lab.bench.models import named_model, random_model, shape_named
     from kvpolicy.lab.bench.roofline import Machine, ModelSize
     from kvpolicy.lab.bench.rounds.plot import save_bench_plot
@@ -338,6 +337,7 @@ def bench(
         count_kernels,
         count_launches,
         count_prompts,
+        failed_checks,
         room_for,
         run_in_turns,
         starting_rivals,
@@ -457,14 +457,16 @@ def bench(
     if minutes is not None:
         time_limit = TimeLimit(started + 60 * minutes, Machine.of(decoder), size)
     rules = Rules(sizes["rounds"], size, limit_bytes, time_limit, goes_on=gpu)
+    failed: list[Missing] = []
     with open_turns(output, described) as turns:
         if turns.turns:
             info(f"{len(turns.turns)} turns of {output} are kept; only what is missing is measured")
         if gpu and _CHECKS not in turns.passed:
             info(f"checking tokens and compactions on {device}")
-            check_tokens(decoder.device, cells)
-            check_compactions(decoder.device, repeats=10 if quick else 1000)
-            turns.add_passed(_CHECKS)
+            num_compactions = 10 if quick else 1000
+            failed = failed_checks(decoder.device, cells, num_compactions=num_compactions)
+            if not failed:
+                turns.add_passed(_CHECKS)
         groups: list[tuple[Sequence[Contender], Starting]] = [(built.all, nullcontext(()))]
         if rivals:
             room = room_for(works, limit_bytes, sizes, size.row_bytes)
@@ -473,6 +475,7 @@ def bench(
             # On a GPU each has the memory for itself.
             groups = [(built.all, nullcontext(())), ((), others)] if gpu else [(built.all, others)]
         outcome = run_in_turns(groups, works, turns, rules)
+        outcome.missing[:0] = failed
         found = summarize(turns.turns, outcome.jobs, size)
         prefills = summarize_prefills(turns.turns, outcome.jobs)
         if found or prefills:

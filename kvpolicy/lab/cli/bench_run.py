@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpolicy.cli.output import Progress, info
-from kvpolicy.errors import KVPolicyError
+from kvpolicy.errors import KVPolicyError, error_summary
 from kvpolicy.lab.bench.contenders.contender import Contender, Measurement
 from kvpolicy.lab.bench.contenders.rivals.rival import Rival, Room
+from kvpolicy.lab.bench.diagnostics.checks import check_compactions, check_tokens
 from kvpolicy.lab.bench.diagnostics.kernels import Kernels, kernels_of
 from kvpolicy.lab.bench.diagnostics.launches import Launches, launches_alone, launches_under
 from kvpolicy.lab.bench.diagnostics.memory import Reading, measure_memory
@@ -145,6 +147,26 @@ class Outcome:
     jobs: list[Job] = attrs.field(factory=list)
     missing: list[Missing] = attrs.field(factory=list)
     interruption: str | None = None
+
+
+def failed_checks(
+    device: torch.device, cells: Sequence[Cell], *, num_compactions: int
+) -> list[Missing]:
+    """Check the kernels of a device; what fails is told at once, and the others are checked."""
+    compacts = partial(check_compactions, device, repeats=num_compactions)
+    checks: list[tuple[tuple[str, str], Callable[[], None]]] = [
+        *(((cell.series, "tokens"), partial(check_tokens, device, [cell])) for cell in cells),
+        ((str(device), "compactions"), compacts),
+    ]
+    failed = []
+    for name, check in checks:
+        try:
+            check()
+        except Exception as error:  # whatever breaks on another device
+            reason = str(error) if isinstance(error, KVPolicyError) else error_summary(error)
+            info(f"check of {', '.join(name)}: failed, {reason}")
+            failed.append(Missing(0, name, reason, failed=True))
+    return failed
 
 
 def run_in_turns(

@@ -167,7 +167,7 @@ def _profile_table(found: Sequence[BenchResult]) -> str:
 
 def _prefill_table(prefills: Sequence[PrefillResult]) -> str:
     """Seconds of prompts, and how many times as long as the model's own forward they take."""
-    headers = ["", "tokens", "s", "tok/s", f"x {FORWARD}", "KV cache", "peak"]
+    headers = ["", "tokens", "s", "tok/s", f"x {FORWARD}", "KV cache", "peak", "path"]
     rows = [
         [
             one.name,
@@ -177,10 +177,11 @@ def _prefill_table(prefills: Sequence[PrefillResult]) -> str:
             _times(one.over_forward) or "-",
             format_bytes(one.kv_bytes),
             "-" if one.device_bytes is None else format_bytes(one.device_bytes),
+            one.path or "-",
         ]
         for one in sorted(prefills, key=lambda one: one.num_tokens)
     ]
-    return format_table(headers, rows, right=range(1, len(headers)), width=terminal_width())
+    return format_table(headers, rows, right=range(1, len(headers) - 1), width=terminal_width())
 
 
 def choices_table(choices: Sequence[Choice], margin: float) -> str:

@@ -13,6 +13,7 @@ from bench_parts import measurement, needs_meta_forwards
 from shell import Shell, refusal
 
 from kvpolicy import compat
+from kvpolicy.cli.options import SOME_FAILED
 from kvpolicy.lab.bench.contenders.contender import (
     FORWARD,
     GENERATE,
@@ -329,7 +330,7 @@ def measures_nothing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Contender, "run", run)
     for check in ("check_tokens", "check_compactions"):
-        monkeypatch.setattr(f"kvpolicy.lab.bench.diagnostics.checks.{check}", passes)
+        monkeypatch.setattr(f"kvpolicy.lab.cli.bench_run.{check}", passes)
     return ran
 
 
@@ -370,6 +371,28 @@ def test_the_benchmark_of_a_gpu_can_be_walked_through_on_a_cpu(gpu_walk: Any) ->
     ]
     assert all(one["over_forward"]["median"] > 0 for one in prefills)
     assert again.json["missing"] == []
+
+
+@pytest.mark.usefixtures("measures_nothing")
+def test_speeds_are_measured_although_a_check_has_failed(
+    gpu_walk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(device: Any, cells: Any, **_: Any) -> None:
+        if cells[0].series == "knorm":
+            msg = "a kernel could not be compiled"
+            raise RuntimeError(msg)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpolicy.lab.cli.bench_run.check_tokens", fails)
+        found = gpu_walk("--json", "--output", "here")
+    assert found.status == SOME_FAILED
+    (missing,) = found.json["missing"]
+    assert (missing["job"], missing["failed"]) == (["knorm", "tokens"], True)
+    assert "could not be compiled" in missing["reason"]
+    assert {one["work"] for one in turns_in(Path("here"))} == set(GPU_WORKS)
+    again = gpu_walk("--json", "--output", "here")
+    assert (again.status, again.json["missing"]) == (0, [])
+    assert "checking" in again.err
 
 
 @pytest.mark.usefixtures("measures_nothing")

@@ -115,6 +115,8 @@ class PrefillResult:
             ``None`` if that was not measured.
         kv_bytes: Peak bytes of the cache.
         device_bytes: Peak bytes allocated on a GPU; ``None`` without one.
+        path: How steps would be run, and why prompts are not fused, see `RunReport.path`; empty if
+            that is not known.
     """
 
     name: str
@@ -124,6 +126,7 @@ class PrefillResult:
     over_forward: Spread | None
     kv_bytes: int
     device_bytes: float | None
+    path: str = ""
 
 
 def complete_rounds(turns: Iterable[Turn], jobs: Sequence[Job]) -> list[Round]:
@@ -238,6 +241,7 @@ def summarize_prefills(turns: Iterable[Turn], jobs: Sequence[Job]) -> list[Prefi
                 over_forward=_spread_or_none(over),
                 kv_bytes=max(one.kv_bytes for one in measured),
                 device_bytes=_median(one.device_bytes for one in measured),
+                path=measured[-1].path,
             )
         )
     return found
