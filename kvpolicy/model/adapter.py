@@ -32,7 +32,7 @@ from kvpolicy.model.config import (
     sliding_windows,
     stop_ids,
 )
-from kvpolicy.model.decoder import attention_module, decoder_layers, decoder_of, kv_group
+from kvpolicy.model.decoder import attention_module, decoder_layers, decoder_of, head_counts
 from kvpolicy.model.embedded import Embedder, embed_chunks, image_arguments, image_ids
 from kvpolicy.model.fingerprint import ModelFingerprint
 from kvpolicy.model.first_forwards import FirstForwards
@@ -142,7 +142,7 @@ class ModelAdapter:
         self._windows = sliding_windows(config)
         self._latents = latent_modules(model)
         self._sources = row_sources(config)
-        self._groups = list(map(kv_group, decoder_layers(model)))
+        self._heads = list(map(head_counts, decoder_layers(model)))
         self.num_layers: int = config.num_hidden_layers
         self.hidden_size: int = config.hidden_size
         self.max_positions = max_positions(config)
@@ -248,7 +248,7 @@ class ModelAdapter:
                 device,
                 window,
                 shards,
-                group=self._groups[index],
+                heads=self._heads[index],
                 latent=index in self._latents,
                 states=states,
                 num_readers=sources.count(index),

@@ -77,7 +77,7 @@ def layer_shape(
     sliding_window: int | None = None,
     num_shards: int = 1,
     *,
-    group: int | None = None,
+    heads: tuple[int | None, int | None] = (None, None),
     latent: bool = False,
     states: tuple[StateShape, ...] = (),
     num_readers: int = 1,
@@ -90,16 +90,16 @@ def layer_shape(
         device: Device of keys and values.
         sliding_window: Tokens that a query sees; ``None`` for all.
         num_shards: Processes that share its heads.
-        group: Query heads of a KV head; ``None``: the configuration says it.
+        heads: Query heads, and those of a KV head; ``None``: the configuration says it.
         latent: Whether it stores latents, as rows of one head, see `kvpolicy.model.latent`.
         states: Its states of fixed size.
         num_readers: Layers that attend to its rows.
     """
-    num_heads: int = config.num_attention_heads
+    num_heads: int = heads[0] or config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    if group is not None:
-        num_kv_heads = num_heads // group
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    if heads[1] is not None:
+        num_kv_heads = num_heads // heads[1]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     value_dim = getattr(config, "v_head_dim", None) or head_dim
     if latent:
         num_kv_heads, value_dim = num_shards, config.kv_lora_rank

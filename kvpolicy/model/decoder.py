@@ -48,15 +48,20 @@ def _text_part(model: PreTrainedModel) -> nn.Module:
     return decoder if isinstance(decoder, PreTrainedModel) else model
 
 
-def kv_group(layer: nn.Module) -> int | None:
-    """Query heads of a KV head in a layer, as its attention says; ``None``: it does not say it.
+def head_counts(layer: nn.Module) -> tuple[int | None, int | None]:
+    """Query heads of a layer, and those of a KV head; ``None``: its attention does not say it.
 
     Attention functions of transformers repeat keys so often. Configurations may not say that layers
     differ.
     """
-    groups = {_group_of(module) for module in layer.modules()} - {None}
+    groups, heads = set(), set()
+    for module in layer.modules():
+        if (group := _group_of(module)) is not None:
+            groups.add(group)
+            heads.add(getattr(module, "num_heads", None))
     (group,) = groups if len(groups) == 1 else (None,)
-    return group
+    (num_heads,) = heads if len(heads) == 1 else (None,)
+    return num_heads if isinstance(num_heads, int) else None, group
 
 
 def _group_of(module: nn.Module) -> int | None:

@@ -53,6 +53,14 @@ if "gemma4_text" in CONFIG_MAPPING:
         "num_global_key_value_heads": 1,
         "hidden_size_per_layer_input": 0,
     }
+if "laguna" in CONFIG_MAPPING:
+    # Its layers differ in the number of their query heads.
+    RUN["laguna"] = {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "num_attention_heads_per_layer": [4, 2],
+        "num_key_value_heads": 2,
+    }
 
 
 @pytest.mark.few(4)
@@ -63,6 +71,22 @@ def test_supported_model_equals_generate(kind: str) -> None:
     results = engine.generate(PROMPTS, max_new_tokens=10).results()
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert list(result.tokens) == greedy_tokens(model, prompt, 10)
+
+
+@pytest.mark.skipif("laguna" not in RUN, reason="this transformers does not have it")
+@pytest.mark.parametrize(
+    ("policy", "knobs"), [("h2o", {"n_recent": 3}), ("snapkv", {"window_size": 3})]
+)
+def test_layers_may_have_other_numbers_of_query_heads(policy: str, knobs: dict[str, int]) -> None:
+    model = model_of("laguna", **RUN["laguna"])
+    plan = Plan.uniform(policy, budget=8, buffer=4, knobs={policy: knobs})
+    shapes = Engine(model, plan=plan).adapter.layer_shapes()
+    assert [(one.num_heads, one.num_kv_heads) for one in shapes] == [(4, 2), (2, 2)]
+    together = Engine(model, plan=plan, slots=3, chunk=5).generate(PROMPTS, max_new_tokens=12)
+    for prompt, result in zip(PROMPTS, together.results(), strict=True):
+        (alone,) = Engine(model, plan=plan).generate([prompt], max_new_tokens=12).results()
+        assert result.tokens == alone.tokens
+        assert result.rows_evicted > 0 or len(prompt) + 12 <= 8
 
 
 @pytest.mark.parametrize("kind", REFUSED)
