@@ -1,9 +1,10 @@
 """Attention in an eager forward, from many queries.
 
 By torch's fused kernels, or by softmax weights where rows accumulate them or the softmax is not
-plain: on a GPU in kernels where it has them (`kvpolicy.attention.by_weights`), else in torch's
-operations, in blocks of queries, so that no tensor of all weights is made. A block's weights take
-at most `kvpolicy.attention.blocks.BLOCK_BYTES`; logits and a copy in the model's dtype come on top.
+plain: on a GPU in kernels where it has them (`kvpolicy.attention.by_weights`), which take sliding
+windows, too, so that these need no masks; else in torch's operations, in blocks of queries, so that
+no tensor of all weights is made. A block's weights take at most
+`kvpolicy.attention.blocks.BLOCK_BYTES`; logits and a copy in the model's dtype come on top.
 """
 
 from collections.abc import Mapping, MutableSet
@@ -46,7 +47,9 @@ def attend(
         ``[B, H_q, L, V]``; for pads finite, and of no meaning.
     """
     by_weights = bool(accumulated) or not softmax.is_plain
-    if by_weights and on_gpu(keys.device) and queries.shape[2] >= LEAST_QUERIES:
+    # Torch's fused kernels need a mask of all rows for a window.
+    is_for_kernels = by_weights or visible.reach is not None
+    if is_for_kernels and on_gpu(keys.device) and queries.shape[2] >= LEAST_QUERIES:
         if (problem := why_not(queries, keys, values, visible)) is None:
             return attend_by_weights(
                 queries,
@@ -57,7 +60,7 @@ def attend(
                 softmax=softmax,
                 accumulated=accumulated,
             )
-        if problems is not None:
+        if by_weights and problems is not None:
             problems.add(problem)
     parts = visible.parts
     output = torch.empty(0) if len(parts) == 1 else output_for(queries, values).zero_()

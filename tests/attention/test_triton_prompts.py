@@ -128,13 +128,23 @@ def test_output_lies_in_memory_as_models_go_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accumulators", "softmax"), [(["attn_sums"], PLAIN), ([], Softmax(30.0)), ([], PLAIN)]
+    ("accumulators", "softmax", "reach"),
+    [
+        (["attn_sums"], PLAIN, None),
+        ([], Softmax(30.0), None),
+        ([], PLAIN, None),
+        ([], PLAIN, 6),
+    ],
+    ids=["sums", "cap", "plain", "window"],
 )
-def test_a_gpu_attends_by_weights_in_kernels(
-    accumulators: list[str], softmax: Softmax, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_attends_by_weights_and_in_windows_in_kernels(
+    accumulators: list[str],
+    softmax: Softmax,
+    reach: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As the engine does, which says why not if it does not; a plain softmax needs no weights."""
-    forward, calls = Forward([3], [20], 2, 2, None, 0), []
+    """As the engine does, which says why not if weights are not; a plain softmax needs none."""
+    forward, calls = Forward([3], [20], 2, 2, reach, 0), []
     given = [one.to(DEVICE) for one in forward.tensors()]
 
     def attended(visible: Visible) -> tuple[Tensor, set[str]]:
@@ -161,12 +171,13 @@ def test_a_gpu_attends_by_weights_in_kernels(
     wanted = expected(forward, forward.tensors(), SCALING, softmax)
     torch.testing.assert_close(output.double().cpu(), wanted.output, rtol=0, atol=3e-5)
     needs_weights = bool(accumulators) or not softmax.is_plain
-    assert (len(calls), problems) == (needs_weights, set())
+    num_calls = needs_weights or reach is not None
+    assert (len(calls), problems) == (num_calls, set())
     everything = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=DEVICE)
     masked = attrs.evolve(seen, also=lambda now, rows: everything)
     output, problems = attended(masked)
     torch.testing.assert_close(output.double().cpu(), wanted.output, rtol=0, atol=3e-5)
-    assert (len(calls), len(problems)) == (needs_weights, needs_weights)
+    assert (len(calls), len(problems)) == (num_calls, needs_weights)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="texts of a CPU are compared")
