@@ -15,6 +15,11 @@ def runs_in_triton(tensor: Tensor) -> bool:
     return HAS_TRITON and tensor.is_cuda
 
 
+def has_no_numbers(device: torch.device) -> bool:
+    """Whether tensors of a device have no numbers: what a GPU launches is counted there."""
+    return device.type == "meta"
+
+
 def upload(values: np.ndarray | Tensor, device: torch.device | str) -> Tensor:
     """Numbers of the host, in an array or a tensor, as a new tensor on a device.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpolicy.attention.softmax import Softmax
 from kvpolicy.attention.visible import Visible
-from kvpolicy.devices import HAS_TRITON
+from kvpolicy.devices import HAS_TRITON, has_no_numbers
 
 #: Blocks of rows of larger heads, such as those of latent attention, do not fit into the shared
 #: memory of a multiprocessor.
@@ -33,7 +33,7 @@ ATTEND_BY_WEIGHTS = torch.ops.kvpolicy.attend_by_weights.default
 
 def on_gpu(device: torch.device) -> bool:
     """Whether a device is a GPU, or stands for one."""
-    return device.type in ("cuda", "meta")
+    return device.type == "cuda" or has_no_numbers(device)
 
 
 def why_not(queries: Tensor, keys: Tensor, values: Tensor, visible: Visible) -> str | None:

@@ -5,7 +5,7 @@ import torch
 from kvpolicy.attention.base import AttentionBackend
 from kvpolicy.attention.operator import MetaBackend, OperatorBackend, implement
 from kvpolicy.attention.torch_backend.backend import FixedShapesBackend, TorchBackend
-from kvpolicy.devices import HAS_NUMBA, HAS_TRITON
+from kvpolicy.devices import HAS_NUMBA, HAS_TRITON, has_no_numbers
 
 # Numbers, and bytes of integers.
 _OF_NUMBA = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
@@ -24,7 +24,7 @@ def backend_for(
     """
     if in_graph:
         return OperatorBackend()
-    if device.type == "meta":
+    if has_no_numbers(device):
         return MetaBackend()
     if device.type == "cuda":
         if not HAS_TRITON:

@@ -7,7 +7,7 @@ copies, scalars from the CPU and indices from the CPU. Within `second_device()`,
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -104,7 +104,13 @@ def second_device() -> Iterator[None]:
         return wrapped if device is None else wrapped.to(device)
 
     inference = patch.object(torch, "inference_mode", lambda mode=True: torch.no_grad())
-    with inference, patch.object(torch, "tensor", tensor), _Mode():
+    with ExitStack() as block:
+        block.enter_context(inference)
+        block.enter_context(patch.object(torch, "tensor", tensor))
+        for module in ("choose", "by_weights"):  # it has numbers, and is no GPU
+            name = f"kvpolicy.attention.{module}.has_no_numbers"
+            block.enter_context(patch(name, lambda _: False))
+        block.enter_context(_Mode())
         yield
 
 
