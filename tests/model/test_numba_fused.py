@@ -16,6 +16,7 @@ from kvpolicy.model import recorded
 from kvpolicy.model.fused import operators
 from kvpolicy.model.fused.record import record
 from kvpolicy.model.fused.rewrite import call_on_cpu, fuse
+from kvpolicy.opaque import call_opaque
 
 pytest.importorskip("numba")
 
@@ -167,3 +168,65 @@ def test_other_precisions_have_the_plain_operators() -> None:
     states, weight = drawn((2, 1, 20), 1).bfloat16(), drawn((20,), 2).bfloat16()
     found = torch.ops.kvpolicy.norm(states, weight, EPS)
     assert torch.equal(found, operators.norm(states, weight, EPS))
+
+
+@pytest.mark.usefixtures("packs_small_products")
+@pytest.mark.parametrize("plan", ["plain", "h2o", "snapkv", "int8", "rkv"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_attention_of_a_bound_step_reads_rows_as_the_model_does(
+    slots: int, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"rows": "int8"} if plan == "int8" else {}
+    tight: dict[str, Any] = {"budget": 12, "buffer": 5}
+    held = {"plain": Plan.full_cache(), "int8": Plan.uniform("h2o", **rows, **tight)}
+    model, found = packed_model(tiny_model()), []
+    for before in (3, 10**9):
+        monkeypatch.setattr(recorded, "STEPS_BEFORE", before)
+        engine = Engine(model, None, held.get(plan) or Plan.uniform(plan, **tight), slots=slots)
+        run = engine.generate([Request(prompt, 30, stop_ids=()) for prompt in PROMPTS])
+        for _ in range(25):
+            run.step()
+        tensors = [one for layer in run.cache.layers for one in layer.tensors]
+        numbers = [one.clone() for one in tensors if one.is_floating_point()]
+        found.append((run.results(), numbers))
+    assert [one.tokens for one in found[0][0]] == [one.tokens for one in found[1][0]]
+    for ours, theirs in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4, equal_nan=True)
+
+
+class Doubling:
+    """Doubles numbers where torch does not see it."""
+
+    def run(self, numbers: Tensor) -> Tensor:
+        return torch.from_numpy(2 * numbers.numpy())
+
+    def fixed(self, numbers: Tensor) -> Any:
+        out = torch.empty(numbers.shape)
+
+        def call() -> Tensor:
+            out.numpy()[:] = 2 * numbers.numpy()
+            return out
+
+        return call
+
+
+@torch.inference_mode()
+def test_what_torch_does_not_see_is_called_with_tensors_that_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    states, weight = torch.randn(2, 1, 20), torch.randn(20)
+
+    def norm() -> Tensor:
+        return weight * (states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + EPS))
+
+    doubling = Doubling()
+    recording = record(lambda: 1 + call_opaque(doubling.run, norm()[:, 0]))
+    fuse(recording, joins=False)
+    call_on_cpu(recording)
+    program, found = recording.program(), []
+    monkeypatch.delattr(Doubling, "run")
+    for _ in range(3):
+        states.normal_()
+        found.append(program())
+        assert_near(found[-1], 1 + 2 * exact_norm(states, weight)[:, 0])
+    assert not torch.equal(found[0], found[1])

@@ -11,6 +11,9 @@ uses.
 Importing it needs the extra ``cpu``.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from numba import njit, prange
@@ -470,19 +473,71 @@ class NumbaLayer:
         softcap: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        layer, rows, head_dim = self._layer, self._rows, query.shape[2]
-        own = _FORMS.get(key.dtype)
-        if is_forked() or own is None or self._precisions - {key.dtype}:
+        layer, rows = self._layer, self._rows
+        if is_forked() or not self._can_attend(key.dtype):
             return store_and_attend(
                 layer, query, key, value, scaling=scaling, softcap=softcap, sinks=sinks
             )
         if layer.slides:
             rows = drop_oldest(layer).numpy()
+        output = torch.empty(*query.shape[:2], value.shape[2])
+        arguments = self._arguments(query, key, value, scaling, softcap, sinks, rows, output)
+        take_threads()
+        _decode(*arguments)
+        return output.to(query.dtype)
+
+    def fixed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> Callable[[], Tensor] | None:
+        """What attends to tensors that stay where they are, and always gives the same tensor.
+
+        Making arrays of tensors takes longer than attending to some hundred rows, and is done here
+        once. ``None``: in this layer, more is to be done at each step.
+        """
+        layer = self._layer
+        tensors = query, key, value
+        is_scaled = layer.window is not None and window_factor(scaling, query.shape[2]) != 1
+        has_arrays = all(one.dtype == torch.float32 and one.stride(-1) == 1 for one in tensors)
+        if is_forked() or not self._can_attend(key.dtype) or layer.slides or is_scaled:
+            return None
+        if not has_arrays or (sinks is not None and sinks.dtype != torch.float32):
+            return None
+        output = torch.empty(*query.shape[:2], value.shape[2])
+        arguments = self._arguments(*tensors, scaling, softcap, sinks, self._rows, output)
+
+        def attend() -> Tensor:
+            take_threads()
+            _decode(*arguments)
+            return output
+
+        return attend
+
+    def _can_attend(self, dtype: torch.dtype) -> bool:
+        """Whether new rows of a precision are stored here."""
+        return dtype in _FORMS and not self._precisions - {dtype}
+
+    def _arguments(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        softcap: float,
+        sinks: Tensor | None,
+        rows: np.ndarray,
+        output: Tensor,
+    ) -> tuple[Any, ...]:
+        """What `_decode` is given."""
+        layer, head_dim, own = self._layer, query.shape[2], _FORMS[key.dtype]
         factor = window_factor(scaling, head_dim)
         asked = query if factor == 1 or layer.window is None else query * factor
-        output = torch.empty(*query.shape[:2], value.shape[2])
-        take_threads()
-        _decode(
+        return (
             query.float().numpy(),
             key.float().numpy(),
             value.float().numpy(),
@@ -504,4 +559,3 @@ class NumbaLayer:
             layer.sliding_window,
             output.numpy(),
         )
-        return output.to(query.dtype)

@@ -31,6 +31,9 @@ from kvpolicy.numba_common import is_forked
 
 _NUMBER = 4  # bytes
 
+# What a bound operator calls, and its memory, which is what it gives.
+Bound = tuple[Callable[..., Any], Any]
+
 _PRODUCT = torch.ops.mkldnn._linear_pointwise.default  # with packed weights
 
 
@@ -47,15 +50,18 @@ def bind(recording: Recording) -> int:
             continue
         if node.target is _PRODUCT and not is_forked():
             num += _bind_product(recording, node, answered)
+        if hasattr(getattr(node.target, "__self__", None), "fixed") and node not in answered:
+            num += _bind_opaque(recording, node)
         if node.target not in _BINDERS or node in answered:
             continue
         operands = [_Operand.of(one) for one in node.args if isinstance(one, fx.Node)]
-        call = None if None in operands else _BINDERS[node.target](operands, node.args[-1])
-        if call is not None:
+        found = None if None in operands else _BINDERS[node.target](operands, node.args[-1])
+        if found is not None:
+            call, memory = found
             with graph.inserting_before(node):
                 bound = graph.call_function(call, tuple(one.base for one in operands if one))
             node.replace_all_uses_with(bound)
-            bound.meta.update(node.meta)
+            bound.meta.update(node.meta, memory=memory)
             graph.erase_node(node)
             num += 1
     return num
@@ -81,12 +87,60 @@ def _bind_product(recording: Recording, node: Any, answered: set[fx.Node]) -> bo
     graph = recording.graph
     with graph.inserting_before(node):
         bound = graph.call_function(call, (rows.base, *([] if bias is None else [bias])))
-    bound.meta.update(products[0].meta)
+    bound.meta.update(products[0].meta, memory=out)
     for one in products:
         one.replace_all_uses_with(bound)
     for one in dict.fromkeys((*products, node)):
         graph.erase_node(one)
     return True
+
+
+def _bind_opaque(recording: Recording, node: Any) -> bool:
+    """Call what computes by other means than torch with tensors that are always the same."""
+    bases, arguments = [], []
+    for one in node.args:
+        operand = _Operand.of(one) if isinstance(one, fx.Node) else None
+        tensor = None if operand is None else _tensor(recording, operand)
+        if isinstance(one, fx.Node) and (operand is None or tensor is None):
+            return False
+        bases += [] if operand is None else [operand.base]
+        arguments.append(one if tensor is None else tensor)
+    call = node.target.__self__.fixed(*arguments)
+    if call is None:
+        return False
+    graph = recording.graph
+    with graph.inserting_before(node):
+        bound = graph.call_function(_after(call), tuple(bases))
+    bound.meta.update(node.meta)
+    node.replace_all_uses_with(bound)
+    graph.erase_node(node)
+    return True
+
+
+def _after(call: Callable[[], Tensor]) -> Callable[..., Tensor]:
+    """A call that comes after what writes to the tensors that it is given."""
+
+    def opaque(*_: Tensor) -> Tensor:
+        return call()
+
+    return opaque
+
+
+def _tensor(recording: Recording, operand: "_Operand") -> Tensor | None:
+    """What a kernel reads, if it always lies in the same memory."""
+    base: Any = operand.base
+    memory: Tensor | None
+    if base.op == "get_attr":
+        memory = recording.tensors[base.target]
+    elif base.target is getitem:
+        parts, index = base.args
+        memory = (parts.meta.get("memory") or {index: None})[index]
+    else:
+        memory = base.meta.get("memory")
+    if memory is None:
+        return None
+    start = memory.storage_offset() + operand.offset // _NUMBER
+    return memory.as_strided(operand.shape, operand.strides, start)
 
 
 def _product(
@@ -180,7 +234,7 @@ def _rows(*operands: Any) -> tuple[int, int, list[int]] | None:
     return None if None in strides else (prod(axes), size, strides)
 
 
-def _bind_norm(operands: list[Any], eps: float) -> Callable[..., Tensor] | None:
+def _bind_norm(operands: list[Any], eps: float) -> Bound | None:
     states, weight = operands
     found = _rows(states)
     if found is None or weight.row_stride is None:
@@ -193,10 +247,10 @@ def _bind_norm(operands: list[Any], eps: float) -> Callable[..., Tensor] | None:
         kernel(rows, size, states.data_ptr() + offset, stride, weight.data_ptr() + own, to, eps)
         return out
 
-    return norm
+    return norm, out
 
 
-def _bind_add_norm(operands: list[Any], eps: float) -> Callable[..., Any] | None:
+def _bind_add_norm(operands: list[Any], eps: float) -> Bound | None:
     states, added, weight = operands
     found = _rows(states, added)
     if found is None or weight.row_stride is None:
@@ -221,10 +275,10 @@ def _bind_add_norm(operands: list[Any], eps: float) -> Callable[..., Any] | None
         )
         return outs
 
-    return add_norm
+    return add_norm, outs
 
 
-def _bind_rotation(operands: list[Any], eps: float) -> Callable[..., Any] | None:
+def _bind_rotation(operands: list[Any], eps: float) -> Bound | None:
     query, key, cos, sin, *weights = operands
     if weights and (len(weights) != 2 or None in [one.row_stride for one in weights]):
         return None
@@ -265,10 +319,10 @@ def _bind_rotation(operands: list[Any], eps: float) -> Callable[..., Any] | None
         )
         return outs
 
-    return rotate
+    return rotate, outs
 
 
-def _bind_gate(operands: list[Any], _: Any) -> Callable[..., Tensor] | None:
+def _bind_gate(operands: list[Any], _: Any) -> Bound | None:
     gate, up = operands
     found = _rows(gate, up)
     if found is None:
@@ -281,10 +335,10 @@ def _bind_gate(operands: list[Any], _: Any) -> Callable[..., Tensor] | None:
         kernel(rows, size, gate.data_ptr() + first, stride, up.data_ptr() + second, up_stride, to)
         return out
 
-    return gated
+    return gated, out
 
 
-_BINDERS: dict[Any, Callable[[list[Any], Any], Callable[..., Any] | None]] = {
+_BINDERS: dict[Any, Callable[[list[Any], Any], Bound | None]] = {
     NORM: _bind_norm,
     ADD_NORM: _bind_add_norm,
     ROTATE: _bind_rotation,

@@ -166,6 +166,7 @@ def _fuse_rotations(graph: Graph) -> int:
                 both = _call(graph, ROTATE, (query, key, cos, sin, *norms), None)
                 for index, end in enumerate((query_end, key_end)):
                     part = _call(graph, getitem, (both, index), layout(end))
+                    _lies_as(part, end)
                     end.replace_all_uses_with(part)
             num += 1
     return num
