@@ -5,7 +5,12 @@ from typing import Any
 import pytest
 import walk_images
 import walk_models
+from any_model import tiny_config
+from hybrids import HYBRIDS
+from transformers import CONFIG_MAPPING
 from walk_models import page_with, walk
+
+from kvpolicy.compat import has_states
 
 
 @pytest.mark.slow
@@ -77,6 +82,13 @@ def test_another_token_behind_an_image_is_wrong(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(walk_images, "answers", shifted)
     assert walk_images.walk("LlavaForConditionalGeneration")["verdict"] == "WRONG"
+
+
+@pytest.mark.skipif(not has_states(), reason="transformers has no cache for states")
+@pytest.mark.parametrize("kind", [kind for kind in HYBRIDS if kind in CONFIG_MAPPING])
+def test_the_tiny_model_of_a_hybrid_has_states_and_rows(kind: str) -> None:
+    kinds = {*tiny_config(CONFIG_MAPPING[kind]).layer_types}
+    assert "hybrid" in kinds or (kinds & {"full_attention"} and kinds - {"full_attention"})
 
 
 ROWS = [

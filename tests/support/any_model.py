@@ -219,6 +219,7 @@ NEEDS: dict[str, dict[str, Any]] = {
         "layer_types": ["mamba", "attention"] * 2,
     },
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {
         "num_hidden_layers": 4,
         "layer_types": ["conv", "full_attention"] * 2,
