@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 READS_TEXT = "this model reads text alone"
-"""Why there is no processor of a model that takes no images."""
+"""Why a client may send no images to a model that takes none."""
+
+NO_PROCESSOR = "the processor of this model cannot be loaded"
+"""Why it may send none to one that does; the folder of the server is not the client's business."""
 
 # What a processor returns of the tokens themselves.
 _OF_TOKENS = ("input_ids", "attention_mask")
@@ -36,10 +39,11 @@ def processor_for(
         trust_remote_code: Whether to run code that comes with it.
 
     Returns:
-        The processor and an empty text; or ``None``, and why no chat may have images.
+        The processor, and an empty text; or ``None``, and for the operator what is wrong with it,
+        of a model that takes images.
     """
     if not image_arguments(model):
-        return None, READS_TEXT
+        return None, ""
     try:
         return load_processor(name, trust_remote_code=trust_remote_code), ""
     except ModelError as error:

@@ -150,7 +150,7 @@ def load_processor(name: str | Path, *, trust_remote_code: bool = False) -> Proc
         try:
             processor = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
         except Exception as error:
-            reason = first_sentence(error).removesuffix(".")
+            reason = first_sentence(error).partition(". ")[0].removesuffix(".")
             if "torchvision" in reason.lower():
                 reason = f"it needs torchvision; run `{install_extra('images')}`"
             msg = f"the processor of model '{name}' cannot be loaded: {reason}"

@@ -335,7 +335,7 @@ def serve(
     names = _names(served_model_name or [model_name(model)], [*plans])
     from kvpolicy.engine.bound_plan import DEFAULT_MAX_TOKENS
     from kvpolicy.engine.engine import DEFAULT_SLOTS
-    from kvpolicy.model.image_prompts import READS_TEXT, processor_for
+    from kvpolicy.model.image_prompts import processor_for
     from kvpolicy.serve.launch import bound_to, hosts_of, serve_model, served_model
     from kvpolicy.serve.logs import logging_to
     from kvpolicy.serve.server import Certificate
@@ -396,9 +396,9 @@ def serve(
         store = prefix_store(of_store)
         loaded, tokenizer = decoder.load()
         remote = decoder.loading["trust_remote_code"]
-        processor, no_images = processor_for(loaded, model, trust_remote_code=remote)
-        if processor is None and no_images != READS_TEXT:
-            info(f"messages may have no images: {no_images}.")
+        processor, problem = processor_for(loaded, model, trust_remote_code=remote)
+        if problem:
+            info(f"messages may have no images: {problem}.")
         served = served_model(
             names[0],
             loaded,
@@ -408,7 +408,7 @@ def serve(
             prefix_store=store,
             aliases=names[1:],
             processor=processor,
-            no_images=no_images,
+            lacks_processor=bool(problem),
             **options,
         )
         for offered in served.plans:

@@ -15,7 +15,7 @@ from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.memory.footprint import footprint
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError, is_out_of_memory
-from kvpolicy.model.image_prompts import READS_TEXT, chat_template_of
+from kvpolicy.model.image_prompts import NO_PROCESSOR, READS_TEXT, chat_template_of
 from kvpolicy.plan.plan import Plan
 from kvpolicy.serve.engine_log import EngineLog
 from kvpolicy.serve.guard import LOOPBACK_HOSTS
@@ -97,7 +97,7 @@ def served_model(
     prefix_store: PrefixStore | None = None,
     aliases: Sequence[str] = (),
     processor: Any = None,
-    no_images: str = READS_TEXT,
+    lacks_processor: bool = False,
     **engine_options: Any,
 ) -> ServedModel:
     """Build an engine for each plan; all of them have the weights of one model.
@@ -115,7 +115,7 @@ def served_model(
         aliases: Further names of the model.
         processor: What prepares the images of chats, see `processor_for`; its chat template is
             that of all chats.
-        no_images: Why there is none.
+        lacks_processor: Whether the model takes images, and its processor cannot be loaded.
         engine_options: Further arguments of `Engine`.
 
     Raises:
@@ -155,6 +155,7 @@ def served_model(
         served.append(
             ServedPlan(plan_name, model_id, engine, running, log, max_len, max_prompt_len, most)
         )
+    no_images = NO_PROCESSOR if lacks_processor else READS_TEXT
     return ServedModel(name, tokenizer, served, prefix_store, aliases, processor, no_images)
 
 

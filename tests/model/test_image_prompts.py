@@ -8,7 +8,7 @@ from tiny import tiny_model
 from tiny_processor import TEMPLATE, tiny_processor, tiny_seeing
 
 from kvpolicy.errors import ModelError
-from kvpolicy.model.image_prompts import READS_TEXT, chat_template_of, processor_for
+from kvpolicy.model.image_prompts import chat_template_of, processor_for
 from kvpolicy.model.loading import load_processor
 
 
@@ -29,7 +29,7 @@ def test_of_several_templates_the_default_is_taken() -> None:
 
 
 def test_a_model_of_text_alone_has_none(tmp_path: Path) -> None:
-    assert processor_for(tiny_model(), str(tmp_path)) == (None, READS_TEXT)
+    assert processor_for(tiny_model(), str(tmp_path)) == (None, "")
 
 
 def test_a_folder_without_a_processor_says_what_it_lacks(tmp_path: Path) -> None:

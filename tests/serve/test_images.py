@@ -336,9 +336,8 @@ def test_a_processor_that_is_not_there_is_named() -> None:
     model, processor = tiny_seeing()
     tokenizer = processor.tokenizer
     tokenizer.chat_template = TEMPLATE
-    why = "its processor cannot be loaded"
-    with serving(PLANS, model=model, tokenizer=tokenizer, no_images=why) as running:
+    with serving(PLANS, model=model, tokenizer=tokenizer, lacks_processor=True) as running:
         answer, error = refusal(running, user(image(picture(0))))
         assert (answer.status_code, error["code"]) == (400, "images_not_supported")
-        assert why in error["message"]
+        assert "processor" in error["message"]
         assert asked(running, TALKS[1][0])["choices"], "texts are answered"

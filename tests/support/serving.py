@@ -23,7 +23,6 @@ from step_gate import Gate
 from tiny import shared_model, tiny_tokenizer
 
 from kvpolicy import Plan, PrefixStore
-from kvpolicy.model.image_prompts import READS_TEXT
 from kvpolicy.serve.launch import bound_to, hosts_of, served_model, socket_url
 from kvpolicy.serve.plans import ServedModel, ServedPlan
 from kvpolicy.serve.server import Certificate, Server
@@ -170,7 +169,7 @@ def serving(
     certificate: Certificate | None = None,
     send_buffer: int | None = None,
     processor: Any = None,
-    no_images: str = READS_TEXT,
+    lacks_processor: bool = False,
     **settings: Any,
 ) -> Iterator[Running]:
     """Run a server.
@@ -193,7 +192,7 @@ def serving(
         prefix_store=prefix_store,
         aliases=aliases,
         processor=processor,
-        no_images=no_images,
+        lacks_processor=lacks_processor,
         slots=slots,
     )
     gates = {plan.name: Gate() for plan in served.plans}

@@ -145,7 +145,7 @@ def service_of(config: ServeConfig) -> Service:
     """
     model, tokenizer = load_model(config.model, **config.loading)
     remote = config.loading.get("trust_remote_code", False)
-    processor, no_images = processor_for(model, config.model, trust_remote_code=remote)
+    processor, problem = processor_for(model, config.model, trust_remote_code=remote)
     store = None if config.prefix_store is None else PrefixStore(**config.prefix_store)
     served = served_model(
         config.name,
@@ -156,7 +156,7 @@ def service_of(config: ServeConfig) -> Service:
         prefix_store=store,
         aliases=config.aliases,
         processor=processor,
-        no_images=no_images,
+        lacks_processor=bool(problem),
         **config.engine,
     )
     # The router has checked the host and the origin, and replicas are given no keys.
