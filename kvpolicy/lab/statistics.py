@@ -71,7 +71,7 @@ def pass_at_1(attempts: Sequence[Sequence[bool]]) -> Interval:
 
 
 def mean(values: Sequence[float]) -> Interval:
-    """Estimate a mean with the normal interval.
+    """Estimate a mean with the interval of Student's t.
 
     Args:
         values: At least one number; the interval of a single number has no width.
@@ -81,14 +81,21 @@ def mean(values: Sequence[float]) -> Interval:
     if n == 1:
         return Interval(centre, centre, centre)
     variance = math.fsum((value - centre) ** 2 for value in values) / (n - 1)
-    half = Z_95 * math.sqrt(variance / n)
+    half = _t_95(n - 1) * math.sqrt(variance / n)
     return Interval(centre, centre - half, centre + half)
+
+
+def _t_95(freedom: int) -> float:
+    """Student's t has 95 % of its mass within +- this; with few numbers the normal has too much."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 0.975))
 
 
 def within(found: Interval, least: float, most: float) -> Interval:
     """Cut an interval at the ends of the range that its quantity has.
 
-    The normal interval of a mean of shares near 0 or 1 would reach beyond them.
+    The interval of a mean of shares near 0 or 1 would reach beyond them.
 
     Args:
         found: The interval.
@@ -107,8 +114,8 @@ def ratio(parts: Sequence[float], wholes: Sequence[float]) -> Interval:
         wholes: Denominators, one for each text; all above 0.
 
     Returns:
-        ``sum(parts) / sum(wholes)`` with the linearised interval. Texts vary, not tokens: tokens
-        of one text are correlated.
+        ``sum(parts) / sum(wholes)`` with the linearised interval, by Student's t. Texts vary, not
+        tokens: tokens of one text are correlated.
     """
     n, whole = len(parts), math.fsum(wholes)
     value = math.fsum(parts) / whole
@@ -116,7 +123,7 @@ def ratio(parts: Sequence[float], wholes: Sequence[float]) -> Interval:
         return Interval(value, value, value)
     residuals = [part - value * size for part, size in zip(parts, wholes, strict=True)]
     variance = n / (n - 1) * math.fsum(residual**2 for residual in residuals)
-    half = Z_95 * math.sqrt(variance) / whole
+    half = _t_95(n - 1) * math.sqrt(variance) / whole
     return Interval(value, value - half, value + half)
 
 

@@ -75,10 +75,20 @@ def test_wilson_is_symmetric(n: int, data: st.DataObject) -> None:
 
 def test_mean_has_the_textbook_interval() -> None:
     found = mean([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0])
-    half = 1.959964 * math.sqrt(32 / 7) / math.sqrt(8)
+    half = 2.364624 * math.sqrt(32 / 7) / math.sqrt(8)  # t of 7 degrees of freedom
     assert found.value == 5.0
     assert found.low == pytest.approx(5 - half)
     assert found.high == pytest.approx(5 + half)
+
+
+@pytest.mark.parametrize("n", [3, 6, 30])
+def test_the_interval_of_a_mean_has_its_nominal_coverage(n: int) -> None:
+    """4,000 samples of so few normal numbers."""
+    rng, covered = random.Random(0), 0
+    for _ in range(4000):
+        found = mean([rng.gauss(1, 2) for _ in range(n)])
+        covered += found.low <= 1 <= found.high
+    assert 3750 <= covered <= 3850
 
 
 def test_the_mean_of_a_single_number_has_no_width() -> None:
