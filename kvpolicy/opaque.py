@@ -22,7 +22,8 @@ def call_opaque(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         function: The function; called again with other numbers in tensors of the same shapes, it
             does the same to them. It may be a method of an object that has another one, ``fixed``:
             given tensors, it answers with a function without arguments, which does the same to
-            what these hold by then and always gives one tensor, or with ``None``.
+            what these hold by then, and with the tensor to which that writes each time; or with
+            ``None``.
         args: Its arguments.
         kwargs: Likewise.
     """

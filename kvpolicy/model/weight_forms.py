@@ -10,6 +10,7 @@
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -156,19 +157,12 @@ class Int8(Weights):
         return Packed.problem(torch.float32)
 
     def _multiply_few(self, rows: Tensor) -> Tensor:
-        from kvpolicy.model.numba_products import multiply, num_columns
-        from kvpolicy.numba_common import is_forked, take_threads
+        from kvpolicy.numba_common import is_forked
 
         if is_forked():
             return self._multiply_many(rows)
-
-        def in_numba(rows: Tensor) -> Tensor:
-            products = torch.empty(len(rows), num_columns(len(self._scales)))
-            take_threads()
-            multiply(rows.numpy(), self._integers.numpy(), self._scales.numpy(), products.numpy())
-            return products[:, : len(self._scales)]
-
-        products: Tensor = call_opaque(in_numba, rows.float().contiguous())
+        few = _FewRows(self._integers, self._scales)
+        products: Tensor = call_opaque(few.multiply, rows.float().contiguous())
         return products
 
     def _multiply_many(self, rows: Tensor) -> Tensor:
@@ -176,6 +170,35 @@ class Int8(Weights):
         rows = rows.to(dtype)
         blocks = [_multiply(rows, block.to(dtype), None) for block in self._integers.split(_BLOCK)]
         return torch.cat(blocks, dim=-1).float().mul_(self._scales)
+
+
+class _FewRows:
+    """The product of a few rows with weights in integers, in Numba."""
+
+    def __init__(self, integers: Tensor, scales: Tensor) -> None:
+        """Take integers ``[N, K]`` and scales ``[N]``."""
+        self._integers, self._scales = integers, scales
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Those of rows ``[T, K]`` in fp32, contiguous: ``[T, N]``."""
+        call, products = self.fixed(rows)
+        call()
+        return products
+
+    def fixed(self, rows: Tensor) -> tuple[Callable[[], None], Tensor]:
+        """What multiplies rows that stay where they are, and the tensor it always writes to."""
+        from kvpolicy.model.numba_products import multiply, num_columns
+        from kvpolicy.numba_common import take_threads
+
+        num_outputs = len(self._scales)
+        products = torch.empty(len(rows), num_columns(num_outputs))
+        arrays = [one.numpy() for one in (rows, self._integers, self._scales, products)]
+
+        def call() -> None:
+            take_threads()
+            multiply(*arrays)
+
+        return call, products[:, :num_outputs]
 
 
 #: Forms by name; ``plain`` is none.

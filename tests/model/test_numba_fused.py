@@ -203,11 +203,10 @@ class Doubling:
     def fixed(self, numbers: Tensor) -> Any:
         out = torch.empty(numbers.shape)
 
-        def call() -> Tensor:
+        def call() -> None:
             out.numpy()[:] = 2 * numbers.numpy()
-            return out
 
-        return call
+        return call, out
 
 
 @torch.inference_mode()

@@ -494,8 +494,8 @@ class NumbaLayer:
         scaling: float,
         softcap: float,
         sinks: Tensor | None,
-    ) -> Callable[[], Tensor] | None:
-        """What attends to tensors that stay where they are, and always gives the same tensor.
+    ) -> tuple[Callable[[], None], Tensor] | None:
+        """What attends to tensors that stay where they are, and the tensor it always writes to.
 
         Making arrays of tensors takes longer than attending to some hundred rows, and is done here
         once. ``None``: in this layer, more is to be done at each step.
@@ -511,12 +511,11 @@ class NumbaLayer:
         output = torch.empty(*query.shape[:2], value.shape[2])
         arguments = self._arguments(*tensors, scaling, softcap, sinks, self._rows, output)
 
-        def attend() -> Tensor:
+        def attend() -> None:
             take_threads()
             _decode(*arguments)
-            return output
 
-        return attend
+        return attend, output
 
     def _can_attend(self, dtype: torch.dtype) -> bool:
         """Whether new rows of a precision are stored here."""

@@ -105,23 +105,25 @@ def _bind_opaque(recording: Recording, node: Any) -> bool:
             return False
         bases += [] if operand is None else [operand.base]
         arguments.append(one if tensor is None else tensor)
-    call = node.target.__self__.fixed(*arguments)
-    if call is None:
+    found = node.target.__self__.fixed(*arguments)
+    if found is None:
         return False
+    call, memory = found
     graph = recording.graph
     with graph.inserting_before(node):
-        bound = graph.call_function(_after(call), tuple(bases))
-    bound.meta.update(node.meta)
+        bound = graph.call_function(_after(call, memory), tuple(bases))
+    bound.meta.update(node.meta, memory=memory)
     node.replace_all_uses_with(bound)
     graph.erase_node(node)
     return True
 
 
-def _after(call: Callable[[], Tensor]) -> Callable[..., Tensor]:
-    """A call that comes after what writes to the tensors that it is given."""
+def _after(call: Callable[[], None], memory: Tensor) -> Callable[..., Tensor]:
+    """A call that comes after what writes to the tensors that it is given, and its memory."""
 
     def opaque(*_: Tensor) -> Tensor:
-        return call()
+        call()
+        return memory
 
     return opaque
 
