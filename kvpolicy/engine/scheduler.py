@@ -290,9 +290,7 @@ class Chunks:
         most = min(self._most, self._extensions.forward_limit(sequences))
         limit = min(self._chunk, most)
         lengths = [
-            _length(
-                min(self._num_left(seq), self._extensions.chunk_limit(seq)), min(num_free, limit)
-            )
+            _length(min(self._num_left(seq), self._extensions.chunk_limit(seq)), num_free, limit)
             for seq, num_free in zip(sequences, free, strict=True)
         ]
         chosen: list[int] = []
@@ -313,12 +311,13 @@ class Chunks:
         return [sequences[one] for one in chosen], [lengths[one] for one in chosen]
 
 
-def _length(wanted: int, most: int) -> int:
-    """Tokens of the next chunk, of so many wanted: at most so many, and none is left to be alone.
+def _length(wanted: int, num_free: int, limit: int) -> int:
+    """Tokens of the next chunk, of so many wanted; where rows allow it, none is left to be alone.
 
     Layers with states may compute a token that enters alone in another way than one of several.
     """
-    return most - 1 if wanted - most == 1 and most > 2 else min(wanted, most)
+    leaves_one = limit == wanted - 1 and num_free >= wanted and limit > 2
+    return limit - 1 if leaves_one else min(wanted, num_free, limit)
 
 
 def _going_on(sequences: abc.Iterable[Sequence]) -> list[Sequence]:
