@@ -33,7 +33,7 @@ from kvpolicy.hooks.checks import evict_check
 from kvpolicy.hooks.late_checks import Concerned, LateChecks, Unsettled
 from kvpolicy.hooks.stack import Stack
 from kvpolicy.hooks.timing import PolicyTimings
-from kvpolicy.plan.resolved import LayerPlan
+from kvpolicy.plan.resolved import LayerPlan, needs_budget
 from kvpolicy.state import Bound, Memory
 
 # Makes the rows of some slots, each in a layer.
@@ -100,7 +100,7 @@ class Evictor:
         self._asked_due = [
             layer_idx
             for layer_idx, (layer, stack) in enumerate(zip(layers, stacks, strict=True))
-            if layer.budget is not None and stack.implements("due")
+            if layer.budget is not None and stack.implements("due") and needs_budget(stack)
         ]
         self._budgets = np.array([layer.budget or np.inf for layer in layers])[:, None]
 

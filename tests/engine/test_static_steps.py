@@ -29,6 +29,13 @@ PLANS = {
     "h2o": Plan.uniform("h2o", "protect", budget=12, buffer=5),
     "rkv": Plan.uniform("rkv", budget=16, buffer=9),
     "skipkv": Plan.uniform("skipkv", budget=20, buffer=7),
+    "mixed": Plan.from_dict(
+        {
+            "budget": 12,
+            "buffer": 4,
+            "layers": [{"where": [0], "stack": ["full"]}, {"where": [1], "stack": ["knorm"]}],
+        }
+    ),
 }
 
 
@@ -80,7 +87,7 @@ def test_results_do_not_depend_on_steps_per_read(
     assert outcomes(name, given_requests, steps_per_read) == expected
 
 
-@pytest.mark.parametrize("name", ["streaming", "h2o", "rkv"])
+@pytest.mark.parametrize("name", ["streaming", "h2o", "rkv", "mixed"])
 def test_a_step_is_launched_before_the_tokens_of_the_last_are_read(name: str) -> None:
     """Also where rows leave between the two: all but the last step are read one behind."""
     engine = Engine(shared_model(), plan=PLANS[name], slots=2, steps_per_read=2)
