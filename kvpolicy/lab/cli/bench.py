@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -382,16 +381,15 @@ def bench(
         described_shape = {"name": model, "fingerprint": model_fingerprint(decoder)}
     # Plans are resolved before a model is built, so that their errors show early.
     choices = [] if at_accuracy is None else _choices(sweep, at_accuracy)
-    cells_of = partial(
-        _cells,
+    cells = _cells(
         choices,
         sizes,
+        num_layers,
         preset=preset,
         policies=parse_names("--policies", policies),
         plans=plan or [],
         overrides=overrides or [],
     )
-    cells = cells_of(num_layers)
     works = workloads_of(mode, sizes, seed)
     if model is None:
         decoder = random_model(
@@ -424,7 +422,7 @@ def bench(
         tables = [launches_table(launches_of)] if launches_of else []
         tables.append(kernels_table(kernels_of))
         if model is None and has_meta_forwards():
-            prompts_of = count_prompts(model_shape, cells_of, dtype)
+            prompts_of = count_prompts(model_shape, cells, dtype)
             record["prompts"] = [attrs.asdict(one) for one in prompts_of]
             tables.append(prompt_kernels_table(prompts_of, num_layers))
         _print_results(record, "\n\n".join(tables), output, json=json)

@@ -19,7 +19,7 @@ from kvpolicy.lab.bench.diagnostics.checks import check_compactions, check_token
 from kvpolicy.lab.bench.diagnostics.kernels import Kernels, kernels_of
 from kvpolicy.lab.bench.diagnostics.launches import Launches, launches_alone, launches_under
 from kvpolicy.lab.bench.diagnostics.memory import Reading, measure_memory
-from kvpolicy.lab.bench.diagnostics.prompt_kernels import LAYERS, PromptKernels, prompt_kernels_of
+from kvpolicy.lab.bench.diagnostics.prompt_kernels import PromptKernels, prompt_kernels_of
 from kvpolicy.lab.bench.models import Shape, random_model
 from kvpolicy.lab.bench.operating_points.largest_batch import LARGEST, largest_batch
 from kvpolicy.lab.bench.roofline import Machine, ModelSize, least_step_s
@@ -301,24 +301,20 @@ def count_kernels(model: PreTrainedModel, cells: Sequence[Cell], work: Workload)
     return [kernels_of(model, cell, work) for cell in cells]
 
 
-def count_prompts(
-    shape: Shape, cells: Callable[[int], Sequence[Cell]], dtype: str
-) -> list[PromptKernels]:
+def count_prompts(shape: Shape, cells: Sequence[Cell], dtype: str) -> list[PromptKernels]:
     """What a GPU launches for a chunk of a prompt under each plan.
 
     Args:
         shape: That of the model, whose number of layers does not matter.
-        cells: The plans for a model of so many layers.
+        cells: The plans, for a model of any number of layers.
         dtype: Precision of its weights.
     """
 
     def model(num_layers: int, positions: int) -> PreTrainedModel:
-        fewer = attrs.evolve(shape, num_layers=num_layers)
-        return random_model(fewer, 0, max_positions=positions, dtype=dtype, device="meta")
+        other = attrs.evolve(shape, num_layers=num_layers)
+        return random_model(other, 0, max_positions=positions, dtype=dtype, device="meta")
 
-    by_layers = {num: cells(num) for num in LAYERS}
-    plans = zip(*by_layers.values(), strict=True)
-    return [prompt_kernels_of(model, dict(zip(by_layers, plan, strict=True))) for plan in plans]
+    return [prompt_kernels_of(model, cell) for cell in cells]
 
 
 def track_memory(

@@ -268,10 +268,9 @@ def prompt_kernels_table(found: Sequence[prompt_kernels.PromptKernels], num_laye
             each = sum(counts.of_layer.values())
             cells = [num_layers * each + counts.once, counts.once, each]
             cells += [counts.of_layer[kind] for kind in kernels.KINDS]
-            name = f"{one.name}, {one.tokens:,} tokens"
-            rows.append(
-                [name, form, *(f"{cell:,.6g}" for cell in cells), f"{sum(counts.reads.values())}"]
-            )
+            cells.append(sum(counts.reads.values()))
+            name = f"{one.name}, {one.tokens:,.6g} tokens"
+            rows.append([name, form, *(f"{cell:,.6g}" for cell in cells)])
     return format_table(headers, rows, right=range(2, len(headers)), width=terminal_width())
 
 

@@ -135,7 +135,24 @@ def test_kernels_are_counted_without_memory(kvpolicy: Shell) -> None:
     assert prompts["plain"]["once"] > prompts["fused"]["once"] > 0
     table = kvpolicy(*arguments, "--lengths", 20).out
     assert "each layer" in table
-    assert f"knorm, {prompts['tokens']} tokens" in table
+    assert f"knorm, {prompts['tokens']:g} tokens" in table
+
+
+@needs_meta_forwards
+def test_kernels_of_plans_that_are_for_this_number_of_layers_are_counted(
+    kvpolicy: Shell, tmp_path: Path
+) -> None:
+    plan = tmp_path / "mixed.toml"
+    stacks = {"0:3": "knorm", "3:": "full"}  # of four layers
+    plan.write_text(
+        "".join(
+            f'[[layers]]\nwhere = "{where}"\nstack = ["{stack}"]\n'
+            for where, stack in stacks.items()
+        )
+    )
+    arguments = ("bench", "--launches", *OPTIONS, "--plan", plan, "--device", "meta")
+    found = kvpolicy(*arguments, "--shape", "5m", "--lengths", 20, "--json").json
+    assert [one["name"] for one in found["prompts"]] == ["mixed"]
 
 
 @pytest.mark.parametrize("mode", [(), ("--launches",)])

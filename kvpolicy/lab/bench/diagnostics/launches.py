@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvpolicy.engine.engine import Engine
 from kvpolicy.lab.bench.contenders.contender import MODEL_ALONE
-from kvpolicy.lab.bench.contenders.engine import evicts, filled_run
+from kvpolicy.lab.bench.contenders.engine import filled_run
 from kvpolicy.lab.bench.diagnostics.counting import Counted, counting
 from kvpolicy.lab.bench.workload import Decode
 from kvpolicy.lab.sweep.grid import Cell
@@ -33,8 +33,8 @@ class Launches:
         name: The contender.
         operations: Operations that compute, in a step that compacts nothing; an operator of
             kvpolicy is one.
-        compacting: Operations that a step has more if it compacts one sequence in all layers;
-            ``None`` if no step does.
+        compacting: Operations that a step has more if it compacts one sequence in all layers that
+            evict; ``None`` if no step does.
         reads: Values that the host reads in a step that compacts nothing, by the place in the code.
         compacting_reads: Those that it reads more to compact one sequence.
         read_bytes: Bytes of keys and values that a step attends to.
@@ -74,6 +74,7 @@ def launches_under(model: PreTrainedModel, cell: Cell, work: Decode) -> Launches
     run.evictor.defers = True
     run.step()
     row_bytes = [layer.row_bytes for layer in run.cache.layers]
+    num_evicting = sum(layer.evicts for layer in cell.resolved.layers)
     plain: Counted | None = None
     compacting: Counted | None = None
     read_bytes = 0
@@ -85,9 +86,9 @@ def launches_under(model: PreTrainedModel, cell: Cell, work: Decode) -> Launches
         num_compacted = run.report.compactions - before
         if not num_compacted and plain is None:
             plain, read_bytes = counted, held
-        elif num_compacted == len(run.cache.layers):
+        elif num_compacted == num_evicting:
             compacting = counted
-        if plain and (compacting or not evicts(cell)):
+        if plain and (compacting or not num_evicting):
             break
     assert plain is not None, "every step compacts"
     more = None if compacting is None else compacting.operations - plain.operations

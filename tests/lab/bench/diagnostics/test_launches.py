@@ -30,10 +30,12 @@ def test_operations_and_values_read_are_counted() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stack", ["full", "h2o"])
+@pytest.mark.parametrize("stack", ["full", "h2o", "mixed"])
 def test_steps_are_counted_by_kind(stack: str) -> None:
     work = Decode(batch=2, held=40, steps=1)
-    found = launches.launches_under(tiny_model(), cell(stack), work)
+    groups = [{"where": [0], "stack": ["full"]}, {"where": [1], "stack": ["h2o"]}]
+    plan = cell("h2o", layers=groups) if stack == "mixed" else cell(stack)
+    found = launches.launches_under(tiny_model(), plan, work)
     assert found.operations > launches.launches_alone(tiny_model(), work).operations
     assert found.path == "static"
     # The tokens, and the flags of a compaction, in the step of it or in the next.

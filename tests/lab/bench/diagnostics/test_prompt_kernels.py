@@ -1,5 +1,7 @@
 """Kernels that a GPU launches for a chunk of a prompt are counted, of models of any size."""
 
+from typing import Any
+
 import attrs
 import pytest
 import torch
@@ -9,11 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from kvpolicy.lab.bench.diagnostics.counting import WithoutNumbers, counting
-from kvpolicy.lab.bench.diagnostics.prompt_kernels import (
-    LAYERS,
-    PromptKernels,
-    prompt_kernels_of,
-)
+from kvpolicy.lab.bench.diagnostics.prompt_kernels import PromptKernels, prompt_kernels_of
 from kvpolicy.lab.bench.models import random_model, shape_named
 from kvpolicy.lab.sweep.grid import build_cells
 from kvpolicy.lab.sweep.sweep_file import Series
@@ -21,17 +19,17 @@ from kvpolicy.lab.sweep.sweep_file import Series
 MODEL = {"products": 4, "norms": 2, "RoPE": 1, "gates": 1}
 
 
-def counted(policy: str, name: str = "8b") -> PromptKernels:
+def counted(
+    policy: str, name: str = "8b", *, num_layers: int = 36, budget: int = 512, **entries: Any
+) -> PromptKernels:
     def model(num_layers: int, positions: int) -> PreTrainedModel:
         shape = attrs.evolve(shape_named(name), num_layers=num_layers)
         return random_model(shape, 0, max_positions=positions, dtype="bfloat16", device="meta")
 
-    series = [Series(policy, {"stack": [policy]})]
-    budgets = [None if policy == "full" else 512]
-    cells = {
-        num: build_cells(series, num_layers=num, budgets=budgets, buffer=64)[0] for num in LAYERS
-    }
-    return prompt_kernels_of(model, cells)
+    series = [Series(policy, {"stack": [policy], **entries})]
+    budgets = [None if policy == "full" else budget]
+    (cell,) = build_cells(series, num_layers=num_layers, budgets=budgets, buffer=64)
+    return prompt_kernels_of(model, cell)
 
 
 @needs_meta_forwards
@@ -53,6 +51,44 @@ def test_a_layer_launches_what_it_computes(policy: str, attention: int, others: 
     assert found.plain.of_layer["others"] > 25 + others
     assert found.plain.once > found.fused.once > 15
     assert found.tokens <= 1024
+
+
+@needs_meta_forwards
+def test_layers_with_policies_of_their_own_count_as_many_as_they_are() -> None:
+    groups = [{"where": "0:6", "stack": ["full"]}, {"where": "6:"}]
+    mixed = counted("h2o", "tiny", num_layers=8, budget=128, layers=groups)
+    full, evicting = (
+        counted(policy, "tiny", num_layers=8, budget=128) for policy in ("full", "h2o")
+    )
+    for form in ("plain", "fused"):
+        one, less, more = (getattr(found, form) for found in (mixed, full, evicting))
+        assert one.of_layer == {
+            kind: (3 * less.of_layer[kind] + more.of_layer[kind]) / 4 for kind in one.of_layer
+        }
+        assert one.once == more.once > less.once
+    assert mixed.tokens == evicting.tokens == 64
+
+
+@needs_meta_forwards
+def test_layers_with_buffers_of_their_own_are_compacted_in_chunks_of_their_own() -> None:
+    def streaming(*sizes: tuple[int, int]) -> PromptKernels:
+        groups = [
+            {"where": [number], "budget": budget, "buffer": buffer}
+            for number, (budget, buffer) in enumerate(sizes)
+        ]
+        return counted("streaming", "tiny", num_layers=len(sizes), layers=groups)
+
+    alone, rarely = streaming((64, 32)), streaming((64, 96))
+    assert (alone.tokens, rarely.tokens) == (32, 96)
+    third, apart = streaming((64, 32), (64, 96)), streaming((64, 32), (80, 32))
+    # The second layer is compacted in every third chunk, or in chunks between.
+    assert (third.tokens, apart.tokens) == (32, 16)
+    assert apart.plain == alone.plain
+    assert third.plain.of_layer == alone.plain.of_layer
+    more, compacting = (
+        found.plain.once - counted("full", "tiny").plain.once for found in (third, alone)
+    )
+    assert compacting < more < 1.5 * compacting
 
 
 @needs_meta_forwards
