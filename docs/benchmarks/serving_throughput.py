@@ -35,13 +35,14 @@ import numpy as np
 import psutil
 import torch
 
-from kvpolicy.cli.output import Progress, format_bytes, info, terminal_width
+from kvpolicy.cli.output import Progress, info, terminal_width
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.files import atomic_write
 from kvpolicy.lab.figure import WIDTHS, LegendContent, Size, legend_entry, line_look, save_figure
 from kvpolicy.lab.looks import looks_of
 from kvpolicy.lab.store.session import describe_session
+from kvpolicy.quantities import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,13 +16,7 @@ import typer
 
 from kvpolicy.cli.completion import names_of
 from kvpolicy.cli.options import Json, examples
-from kvpolicy.cli.output import (
-    format_bytes,
-    info,
-    print_entries,
-    print_json,
-    print_lines,
-)
+from kvpolicy.cli.output import info, print_entries, print_json, print_lines
 from kvpolicy.entry_points import distribution, find_installed
 from kvpolicy.errors import KVPolicyError, ModelError
 from kvpolicy.model.gguf import (
@@ -45,6 +39,7 @@ from kvpolicy.model.installed import (
 from kvpolicy.model.lora import base_of, is_adapter
 from kvpolicy.model.pip_download import install_model, remove_model
 from kvpolicy.model.user_cache import cache_folder, removed
+from kvpolicy.quantities import format_bytes
 
 app = typer.Typer(
     help="List the models that have a name, install or remove one.",

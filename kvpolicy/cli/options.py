@@ -4,12 +4,10 @@ An option is an annotated type, so that it has one name, one help text and one p
 """
 
 import os
-import re
 import stat
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
-from fractions import Fraction
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -18,11 +16,13 @@ import attrs
 import typer
 
 from kvpolicy.cli.completion import names_of
-from kvpolicy.cli.output import format_bytes, info, info_text
-from kvpolicy.cli.prompts import Chat, ChatPrompts, Prompt, read_prompts, read_standard_input
+from kvpolicy.cli.output import info, info_text
+from kvpolicy.cli.prompts import read_prompts, read_standard_input
 from kvpolicy.entry_points import default_name, installed, load_installed
 from kvpolicy.errors import KVPolicyError, OutputError
 from kvpolicy.plugin_code import plugin_code
+from kvpolicy.prompts import Chat, ChatPrompts, Prompt
+from kvpolicy.quantities import format_bytes
 from kvpolicy.validators import MAX_SEED
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from kvpolicy.plan.toml import Override
 
 SOME_FAILED = 1  # exit status of commands of which a part failed
-_MAX_NEW_TOKENS = 1024  # for models whose generation config has no length
 
 # Panels of the options in ``--help``.
 PROMPTS, POLICY, SAMPLING, MODEL = "Prompts", "Policy", "Sampling", "Model"
@@ -70,9 +69,6 @@ class Where(Enum):
     here = "here"
     ray = "ray"
 
-
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?(?:([kmgt])(i?))?b?", re.IGNORECASE | re.ASCII)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Plugins = Annotated[
@@ -471,6 +467,7 @@ def prepare(
     register_plugins(options.policies.plugin)
     plan = choose_plan(options.plan, options.policies)
     from kvpolicy.engine.engine import Engine
+    from kvpolicy.engine.requests.request import default_length
     from kvpolicy.model.tensor_parallel import refuse_several_processes
 
     if not tensor_parallel:
@@ -508,7 +505,7 @@ def default_request(options: GenerationOptions) -> "Request":
     Raises:
         KVPolicyError: One of them is out of range.
     """
-    from kvpolicy.engine.requests.request import Request, Sampling
+    from kvpolicy.engine.requests.request import DEFAULT_LENGTH, Request, Sampling
 
     sampling = Sampling(
         options.temperature,
@@ -518,7 +515,7 @@ def default_request(options: GenerationOptions) -> "Request":
         min_p=options.min_p,
         repetition_penalty=options.repetition_penalty,
     )
-    most = options.max_new_tokens or _MAX_NEW_TOKENS
+    most = options.max_new_tokens or DEFAULT_LENGTH
     return Request(
         max_new_tokens=most,
         sampling=sampling,
@@ -672,12 +669,6 @@ def _option(key: str) -> str:
     return f"--{key.replace('_', '-')}"
 
 
-def default_length(model: Any) -> int:
-    """The most tokens to generate if the user gives no limit: the model's, or 1024."""
-    generation = getattr(model, "generation_config", None)
-    return getattr(generation, "max_new_tokens", None) or _MAX_NEW_TOKENS
-
-
 def register_plugins(plugins: list[Path] | None) -> None:
     """Make the policies of the files given with ``--plugin`` available.
 
@@ -755,28 +746,6 @@ def parse_names(option: str, text: str | None) -> list[str]:
         msg = f"{option} was given no name; leave it out, or give names: {option} A,B."
         raise KVPolicyError(msg)
     return names
-
-
-def parse_bytes(option: str, text: str) -> int:
-    """Parse a number of bytes: ``8GiB``, ``500MB``, ``1.5 TiB``, ``4096``.
-
-    Args:
-        option: Name of the option, for the message.
-        text: What was given.
-
-    Raises:
-        KVPolicyError: It is not a number of bytes, or less than one.
-    """
-    found = _BYTES.fullmatch(text.strip())
-    num_bytes = 0
-    # "8G" could be either.
-    if found is not None and not (found[2] and not text.strip().lower().endswith("b")):
-        base = 1024 if found[3] else 1000
-        num_bytes = int(Fraction(found[1]) * base ** _UNITS[(found[2] or "").lower()])
-    if num_bytes < 1:
-        msg = f"{option} was given {text!r:.60}; give bytes with a unit: 8GiB or 8GB."
-        raise KVPolicyError(msg)
-    return num_bytes
 
 
 def parse_ints(option: str, text: str | None, *, minimum: int = 1) -> list[int]:

@@ -175,54 +175,6 @@ def _wrap(text: str, indent: int, width: int) -> list[str]:
     )
 
 
-def format_bytes(num_bytes: float) -> str:
-    """A number of bytes with a binary unit, such as ``1.5 MiB``.
-
-    Args:
-        num_bytes: The number.
-    """
-    if num_bytes < 1024:
-        return f"{num_bytes:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        num_bytes /= 1024
-        if num_bytes < 1000:
-            return f"{num_bytes:.1f} {unit}"
-    return f"{num_bytes / 1024:.1f} TiB"
-
-
-def exact_bytes(num_bytes: int) -> str:
-    """A number of bytes as it would be typed, without rounding, such as ``256KiB``.
-
-    Args:
-        num_bytes: The number.
-    """
-    for base, letter in ((1024, "i"), (1000, "")):
-        power = next((n for n in (3, 2, 1) if num_bytes and not num_bytes % base**n), 0)
-        if power:
-            return f"{num_bytes // base**power}{'KMG'[power - 1]}{letter}B"
-    return f"{num_bytes}B"
-
-
-def format_count(number: int, noun: str) -> str:
-    """A number of things, such as ``1 cell`` or ``1,200 cells``.
-
-    Args:
-        number: The number.
-        noun: What is counted, in the singular; its plural ends in s.
-    """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def format_seconds(elapsed_s: float, compile_s: float = 0.0) -> str:
-    """Seconds, such as ``12.3 s``, and how many of them went into compiling, if any.
-
-    Args:
-        elapsed_s: All seconds.
-        compile_s: Those in which decode steps were compiled.
-    """
-    return f"{elapsed_s:.1f} s" + (f", {compile_s:.1f} s of them compiling" if compile_s else "")
-
-
 class Progress:
     """Progress of a long command on stderr: a live line on a terminal, else a line every 10 s.
 

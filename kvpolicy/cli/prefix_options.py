@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import attrs
 import typer
 
-from kvpolicy.cli.options import parse_bytes
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.quantities import parse_bytes
 
 if TYPE_CHECKING:
     from kvpolicy.engine.reuse.store import PrefixStore, StoreStats
@@ -143,7 +143,7 @@ def format_reuse(reused_tokens: int, prompt_tokens: int, stores: "Sequence[Store
         prompt_tokens: All prompt tokens.
         stores: What each store holds.
     """
-    from kvpolicy.cli.output import format_bytes, format_count
+    from kvpolicy.quantities import format_bytes, format_count
 
     def total(count: Callable[["StoreStats"], int]) -> int:
         return sum(map(count, stores))

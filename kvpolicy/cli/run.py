@@ -13,16 +13,10 @@ from typing import TYPE_CHECKING
 
 from kvpolicy.cli.failures import Interrupted
 from kvpolicy.cli.options import Generation, GenerationOptions, prepare
-from kvpolicy.cli.output import (
-    format_bytes,
-    format_seconds,
-    info,
-    print_exact,
-    print_json,
-    print_text,
-)
+from kvpolicy.cli.output import info, print_exact, print_json, print_text
 from kvpolicy.cli.prefix_options import format_reuse
 from kvpolicy.errors import KVPolicyError, RequestError
+from kvpolicy.quantities import format_bytes, format_seconds
 from kvpolicy.text import visible
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvpolicy.cli.options import default_length
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.memory.footprint import footprint
+from kvpolicy.engine.requests.request import default_length
 from kvpolicy.lab.shared import Shared
 from kvpolicy.model.config import layers_with_rows
 from kvpolicy.model.fingerprint import model_fingerprint, tokenizer_fingerprint

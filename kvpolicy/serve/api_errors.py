@@ -10,7 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from kvpolicy.cli.output import as_sentence, format_count
+from kvpolicy.cli.output import as_sentence
+from kvpolicy.quantities import format_count
 from kvpolicy.text import visible
 
 _MOST_OF_MESSAGE = 600  # characters

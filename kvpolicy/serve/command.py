@@ -25,15 +25,15 @@ from kvpolicy.cli.options import (
     Where,
     choose_plan,
     examples,
-    parse_bytes,
     register_plugins,
     tell_no_effects,
 )
-from kvpolicy.cli.output import format_count, info, print_lines
+from kvpolicy.cli.output import info, print_lines
 from kvpolicy.cli.prefix_options import PrefixOptions, prefix_store
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.extras import install_extra
+from kvpolicy.quantities import format_count, parse_bytes
 from kvpolicy.serve.settings import KEYS
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from kvpolicy.cli.output import format_bytes
 from kvpolicy.files import parse_json
+from kvpolicy.quantities import format_bytes
 from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.settings import ServerSettings
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from kvpolicy.cli.output import format_bytes
 from kvpolicy.engine.async_engine import AsyncEngine
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.memory.footprint import footprint
@@ -17,6 +16,7 @@ from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError, is_out_of_memory
 from kvpolicy.model.image_prompts import NO_PROCESSOR, READS_TEXT, chat_template_of
 from kvpolicy.plan.plan import Plan
+from kvpolicy.quantities import format_bytes
 from kvpolicy.serve.engine_log import EngineLog
 from kvpolicy.serve.guard import LOOPBACK_HOSTS
 from kvpolicy.serve.plans import ServedModel, ServedPlan

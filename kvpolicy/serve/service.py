@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from starlette.types import Receive, Scope, Send
 
-from kvpolicy.cli.output import format_count
 from kvpolicy.engine.requests.request import Sampling
+from kvpolicy.quantities import format_count
 from kvpolicy.serve.api_errors import ApiError
 from kvpolicy.serve.bodies import ChatBody, CompletionBody, StreamOptions
 from kvpolicy.serve.defects import answer_to_defect, note_defect

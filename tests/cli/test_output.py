@@ -8,24 +8,8 @@ import threading
 import pytest
 
 from kvpolicy.cli import output
-from kvpolicy.cli.output import Progress, format_bytes
+from kvpolicy.cli.output import Progress
 from kvpolicy.cli.text_table import format_table
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (1023 * 1024, "1.0 MiB"),
-        (5 * 2**30, "5.0 GiB"),
-        (3 * 2**40, "3.0 TiB"),
-    ],
-)
-def test_bytes_have_the_largest_fitting_unit(num_bytes: int, text: str) -> None:
-    assert format_bytes(num_bytes) == text
 
 
 class Clock:

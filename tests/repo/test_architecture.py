@@ -28,6 +28,7 @@ BASE = {
         "numba_common",
         "opaque",
         "plugin_code",
+        "quantities",
     ),
     *("text", "triton_common", "validators"),
 }
@@ -47,10 +48,11 @@ ALLOWED = {
     "model": HOOKS | {"model"},
     "plan": HOOKS | {"plan"},
     "engine": ENGINE,
+    "prompts": ENGINE,
     "hf": ENGINE | {"hf"},
     "testing": ENGINE | {"testing"},
-    "cli": ENGINE | {"cli", "hf", "testing"},
-    "lab": ENGINE | {"cli", "hf", "lab"},
+    "cli": ENGINE | {"cli", "hf", "prompts", "testing"},
+    "lab": ENGINE | {"cli", "hf", "lab", "prompts"},
     "serve": ENGINE | {"cli", "lab", "serve"},
     "__main__": {"cli"},
 }
@@ -163,6 +165,16 @@ def test_parts_of_the_lab_import_those_of_earlier_rows_only() -> None:
     ] == []
     explained = re.findall(r"`(\w+)`", ast.get_docstring(modules("kvpolicy")["kvpolicy.lab"]) or "")
     assert set(explained) == rows.keys(), "the docstring of the lab names each part"
+
+
+def test_commands_are_all_of_the_lab_that_imports_what_commands_share() -> None:
+    assert [
+        f"{module} imports {imported}"
+        for module, tree in modules("kvpolicy").items()
+        if in_lab(module) not in ("", "cli")
+        for imported in imports(tree)
+        if package_of(imported) == "cli"
+    ] == []
 
 
 @pytest.mark.slow

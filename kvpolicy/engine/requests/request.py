@@ -15,6 +15,14 @@ from kvpolicy.engine.snapshots.snapshot import SequenceSnapshot
 from kvpolicy.errors import KVPolicyError, shown
 from kvpolicy.validators import MAX_COUNT, MAX_SEED, positive_int
 
+DEFAULT_LENGTH = 1024  # tokens, for models whose generation config has no length
+
+
+def default_length(model: Any) -> int:
+    """The most tokens to generate if the user of a command gives no limit: the model's, or 1024."""
+    generation = getattr(model, "generation_config", None)
+    return getattr(generation, "max_new_tokens", None) or DEFAULT_LENGTH
+
 
 def _number_where(
     is_valid: Callable[[float], bool], expected: str

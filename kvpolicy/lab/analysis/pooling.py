@@ -11,7 +11,6 @@ from functools import cached_property
 
 import attrs
 
-from kvpolicy.cli.output import exact_bytes
 from kvpolicy.entry_points import nearest
 from kvpolicy.errors import ResultsError
 from kvpolicy.lab.store.read import RunFolder
@@ -19,6 +18,7 @@ from kvpolicy.lab.store.records import CellRecord, CellTiming, EvalSettingRecord
 from kvpolicy.lab.tasks.likelihood import Agreement, Perplexity
 from kvpolicy.lab.tasks.repetition import Repetition
 from kvpolicy.lab.tasks.task import ACCURACY, LENGTH, Column, mean_of
+from kvpolicy.quantities import exact_bytes
 
 # Fields in which pooled evaluation settings may differ: the seed, and what follows from it.
 _SEED_FIELDS = ("group", "seed", "n", "prompt_hash")

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import attrs
 
-from kvpolicy.cli.output import exact_bytes
 from kvpolicy.entry_points import nearest
 from kvpolicy.errors import ResultsError
 from kvpolicy.lab.analysis.pooling import Keep, PooledCell, blocks_of
 from kvpolicy.lab.store.read import RunFolder, find_runs, read_run
 from kvpolicy.lab.store.records import CellRecord, EvalSettingRecord
+from kvpolicy.quantities import exact_bytes
 
 RUNS = Path("kvpolicy-ablate")  # the default output folder of `kvpolicy ablate`
 

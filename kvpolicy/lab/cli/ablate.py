@@ -33,24 +33,14 @@ from kvpolicy.cli.options import (
     WeightForm,
     Where,
     examples,
-    parse_bytes,
     parse_ints,
     parse_names,
     register_plugins,
 )
-from kvpolicy.cli.output import (
-    Progress,
-    format_bytes,
-    format_count,
-    format_seconds,
-    info,
-    print_json,
-    print_lines,
-    print_text,
-    terminal_width,
-)
+from kvpolicy.cli.output import Progress, info, print_json, print_lines, print_text, terminal_width
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.lab.cli import options
+from kvpolicy.quantities import format_bytes, format_count, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from kvpolicy.lab.store.records import Sample

@@ -27,19 +27,13 @@ from kvpolicy.cli.options import (
     register_plugins,
     tell_no_effects,
 )
-from kvpolicy.cli.output import (
-    Progress,
-    format_count,
-    format_seconds,
-    info,
-    print_json,
-    print_text,
-    terminal_width,
-)
+from kvpolicy.cli.output import Progress, info, print_json, print_text, terminal_width
 from kvpolicy.cli.prefix_options import format_reuse
-from kvpolicy.cli.prompts import ChatPrompts, PromptFile
+from kvpolicy.cli.prompts import PromptFile
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError, OutputError
+from kvpolicy.prompts import ChatPrompts
+from kvpolicy.quantities import format_count, format_seconds
 
 if TYPE_CHECKING:
     from kvpolicy.engine.reuse.store import StoreStats

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from math import floor, log10
 
-from kvpolicy.cli.output import format_bytes, terminal_width
+from kvpolicy.cli.output import terminal_width
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.lab.bench.contenders.contender import (
     FORWARD,
@@ -21,6 +21,7 @@ from kvpolicy.lab.bench.operating_points.largest_batch import LARGEST
 from kvpolicy.lab.bench.profile import KINDS, OTHERS
 from kvpolicy.lab.bench.rounds.summary import BenchResult, PrefillResult, Spread
 from kvpolicy.lab.statistics import Interval
+from kvpolicy.quantities import format_bytes
 
 
 def _share_of_alone(one: BenchResult) -> str:

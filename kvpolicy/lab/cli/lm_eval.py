@@ -29,18 +29,12 @@ from kvpolicy.cli.options import (
     split_list,
     tell_no_effects,
 )
-from kvpolicy.cli.output import (
-    Progress,
-    format_bytes,
-    info,
-    print_exact,
-    print_text,
-    terminal_width,
-)
+from kvpolicy.cli.output import Progress, info, print_exact, print_text, terminal_width
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.engine.requests.results import Result
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.files import atomic_write
+from kvpolicy.quantities import format_bytes
 
 app = typer.Typer(
     help="Run tasks of lm-evaluation-harness with a plan.",

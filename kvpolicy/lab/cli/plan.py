@@ -38,7 +38,6 @@ from kvpolicy.cli.options import (
 )
 from kvpolicy.cli.output import (
     as_sentence,
-    format_bytes,
     info,
     print_exact,
     print_json,
@@ -48,6 +47,7 @@ from kvpolicy.cli.output import (
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.cli.plan_suggest import suggest
+from kvpolicy.quantities import format_bytes
 
 if TYPE_CHECKING:
     from kvpolicy.engine.memory.footprint import Footprint, LayerFootprint

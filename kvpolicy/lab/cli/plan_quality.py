@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from kvpolicy.cli.output import Progress, format_count, format_seconds, terminal_width
+from kvpolicy.cli.output import Progress, terminal_width
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.engine.memory.footprint import Footprint
 from kvpolicy.engine.memory.suggestion import PlanOf
@@ -19,6 +19,7 @@ from kvpolicy.lab.tasks.prose import PROSE, open_prose
 from kvpolicy.lab.tasks.task import Split
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.spec import PLAIN_ROWS
+from kvpolicy.quantities import format_count, format_seconds
 
 _COMPARED = 64  # tokens at the end of each passage, of long ones
 

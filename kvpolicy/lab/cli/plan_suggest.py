@@ -35,21 +35,15 @@ from kvpolicy.cli.options import (
     PromptTokens,
     WeightForm,
     check_new_file,
-    parse_bytes,
     parse_names,
     plan_of_policies,
     register_plugins,
 )
-from kvpolicy.cli.output import (
-    format_bytes,
-    info,
-    print_json,
-    print_lines,
-    terminal_width,
-)
+from kvpolicy.cli.output import info, print_json, print_lines, terminal_width
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.quantities import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,7 +9,7 @@ import attrs
 import typer
 
 from kvpolicy.cli.options import examples
-from kvpolicy.cli.output import format_count, info
+from kvpolicy.cli.output import info
 from kvpolicy.errors import KVPolicyError, ResultsError
 from kvpolicy.lab.analysis.pooling import PooledCell
 from kvpolicy.lab.analysis.select import open_runs, select
@@ -20,6 +20,7 @@ from kvpolicy.lab.plots import Axis, Point, axis_of, save_curve, save_frontier, 
 from kvpolicy.lab.report.gather import GroupView, pooled
 from kvpolicy.lab.report.metrics import MEMORY, Quantity, quantities
 from kvpolicy.lab.statistics import Interval
+from kvpolicy.quantities import format_count
 
 app = typer.Typer(
     help="Draw a figure of runs for a paper.",

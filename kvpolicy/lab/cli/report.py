@@ -11,12 +11,13 @@ from typing import Annotated
 import typer
 
 from kvpolicy.cli.options import Json, examples
-from kvpolicy.cli.output import format_bytes, format_count, info, print_json
+from kvpolicy.cli.output import info, print_json
 from kvpolicy.errors import OutputError
 from kvpolicy.files import atomic_write
 from kvpolicy.lab.analysis.select import open_runs
 from kvpolicy.lab.cli.results import Runs
 from kvpolicy.lab.report.gather import gather
+from kvpolicy.quantities import format_bytes, format_count
 
 app = typer.Typer(
     help="Show runs as one page that opens anywhere.",

@@ -12,14 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli.options import Json, check_new_file, examples
-from kvpolicy.cli.output import (
-    format_count,
-    info,
-    print_exact,
-    print_json,
-    print_text,
-    terminal_width,
-)
+from kvpolicy.cli.output import info, print_exact, print_json, print_text, terminal_width
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError, ResultsError
 from kvpolicy.lab.analysis.compare import adjust_p_values, compare_cells, interval_method
@@ -36,6 +29,7 @@ from kvpolicy.lab.cli.tables import (
     warn_incomplete,
 )
 from kvpolicy.lab.store.read import RunFolder, find_runs, read_run
+from kvpolicy.quantities import format_count
 
 app = typer.Typer(
     help="List, show, compare and export the results of runs.",

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from kvpolicy.cli.latex import format_latex
-from kvpolicy.cli.output import format_bytes, format_count, info
+from kvpolicy.cli.output import info
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.lab.analysis.compare import (
     MCNEMAR,
@@ -24,6 +24,7 @@ from kvpolicy.lab.analysis.select import (
 from kvpolicy.lab.analysis.table import Row
 from kvpolicy.lab.statistics import Interval
 from kvpolicy.lab.tasks.task import ACCURACY, Column
+from kvpolicy.quantities import format_bytes, format_count
 from kvpolicy.text import visible
 
 _PROBLEMS = {"num_truncated": "truncated", "num_errors": "failed", "num_ungraded": "ungraded"}

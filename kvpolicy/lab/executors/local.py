@@ -25,7 +25,6 @@ from typing import Any, Self
 import attrs
 import torch
 
-from kvpolicy.cli.prompts import Prompt
 from kvpolicy.engine.reuse.store import PrefixStore
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.executors.parent import end_with_parent
@@ -36,6 +35,7 @@ from kvpolicy.lab.store.session import describe_machine, num_cpus
 from kvpolicy.lab.sweep.grid import Sweep
 from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, run_job
 from kvpolicy.plan.resolved import ResolvedPlan
+from kvpolicy.prompts import Prompt
 
 # On other systems a process cannot be forked safely once torch is loaded.
 CAN_FORK = sys.platform == "linux"

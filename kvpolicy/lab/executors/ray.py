@@ -16,7 +16,6 @@ from typing import Any, Self
 
 import attrs
 
-from kvpolicy.cli.prompts import Prompt
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.executors.ray_cluster import connect, start_cluster
 from kvpolicy.lab.executors.ray_worker import Worker, WorkerConfig
@@ -31,6 +30,7 @@ from kvpolicy.lab.prompt_files.answering import (
 from kvpolicy.lab.sweep.grid import Sweep
 from kvpolicy.lab.sweep.jobs import Event, Job, JobFinished, JobProgress, SampleMeasured
 from kvpolicy.plan.resolved import ResolvedPlan
+from kvpolicy.prompts import Prompt
 
 Resources = Mapping[str, float]
 Work = Job | Shard

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self
 
 import attrs
 
-from kvpolicy.cli.prompts import Chat, ChatPrompts, Prompt
 from kvpolicy.engine.arrival import Arrivals
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.requests.encoding import encode
@@ -20,6 +19,7 @@ from kvpolicy.engine.reuse.store import PrefixStore, StoreStats
 from kvpolicy.errors import RequestError
 from kvpolicy.lab.models import LoadedModel, ModelInfo
 from kvpolicy.plan.resolved import ResolvedPlan
+from kvpolicy.prompts import Chat, ChatPrompts, Prompt
 
 # Prompts that wait for a slot, in slots: policies of `schedule` choose among them.
 _AHEAD = 2

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import attrs
 
-from kvpolicy.cli.output import format_bytes, format_count
 from kvpolicy.errors import BudgetError
 from kvpolicy.lab.models import Lengths, ModelProvider
 from kvpolicy.plan.resolved import ResolvedPlan
+from kvpolicy.quantities import format_bytes, format_count
 
 # Resolves a plan with a budget.
 Resolve = Callable[[int], ResolvedPlan]

@@ -14,7 +14,6 @@ import attrs
 import cattrs
 from attrs.validators import deep_iterable, ge, min_len, optional
 
-from kvpolicy.cli.options import parse_bytes
 from kvpolicy.entry_points import installed_file
 from kvpolicy.errors import KVPolicyError, PlanError
 from kvpolicy.files import read_toml
@@ -22,6 +21,7 @@ from kvpolicy.lab.tasks.task import Split
 from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.spec import problems_of
 from kvpolicy.plan.toml import read_file, read_tables
+from kvpolicy.quantities import parse_bytes
 
 GROUP = "kvpolicy.presets"
 

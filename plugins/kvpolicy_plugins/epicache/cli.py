@@ -31,9 +31,10 @@ from kvpolicy.cli.options import (
     examples,
     register_plugins,
 )
-from kvpolicy.cli.output import format_bytes, info, print_json, print_lines, print_text
+from kvpolicy.cli.output import info, print_json, print_lines, print_text
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.errors import KVPolicyError
+from kvpolicy.quantities import format_bytes
 from kvpolicy.text import visible
 
 if TYPE_CHECKING:

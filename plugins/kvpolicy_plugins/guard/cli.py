@@ -28,20 +28,14 @@ from kvpolicy.cli.options import (
     parse_ints,
     parse_names,
 )
-from kvpolicy.cli.output import (
-    Progress,
-    format_count,
-    info,
-    print_json,
-    print_text,
-    terminal_width,
-)
+from kvpolicy.cli.output import Progress, info, print_json, print_text, terminal_width
 from kvpolicy.cli.text_table import format_table
 from kvpolicy.entry_points import nearest
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.files import atomic_write, read_bytes
 from kvpolicy.lab.cli.options import SplitName
 from kvpolicy.lab.statistics import Interval, mean
+from kvpolicy.quantities import format_count
 from kvpolicy.validators import MAX_COUNT
 from kvpolicy_plugins.guard.traces import Trace, parse, to_text
 

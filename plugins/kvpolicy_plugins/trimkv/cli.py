@@ -28,10 +28,11 @@ from kvpolicy.cli.options import (
     check_new_file,
     examples,
 )
-from kvpolicy.cli.output import Progress, format_seconds, info, print_json, print_lines
+from kvpolicy.cli.output import Progress, info, print_json, print_lines
 from kvpolicy.cli.stopping import stop_signals
 from kvpolicy.entry_points import default_name
 from kvpolicy.errors import KVPolicyError, OutputError
+from kvpolicy.quantities import format_seconds
 
 if TYPE_CHECKING:
     from kvpolicy_plugins.trimkv.gates import Gates

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from shell import Shell, refusal
 
-from kvpolicy.cli.options import parse_bytes
-from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.tasks.task import load_task
 from kvpolicy.model.loading import load_model
 
@@ -110,31 +108,6 @@ def test_too_few_rows_are_said(kvpolicy: Shell, bare: Path) -> None:
     answer = kvpolicy("plan", "suggest", "--length", 500, "--memory", "20kB", "--model", bare)
     assert "slots 1 " in answer.words
     assert "--keep" in answer.out
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [
-        ("8GiB", 8 * 2**30),
-        ("500MB", 500 * 10**6),
-        ("1.5 TiB", 3 * 2**39),
-        ("2kb", 2000),
-        ("2kib", 2048),
-        ("4096", 4096),
-        ("17 B", 17),
-        ("0.001MB", 1000),
-    ],
-)
-def test_bytes_have_units(text: str, num_bytes: int) -> None:
-    assert parse_bytes("--memory", text) == num_bytes
-
-
-@pytest.mark.parametrize(
-    "text", ["8G", "", "GiB", "-1GB", "1e9", "8 PiB", "0", "0.1B", "8GiBs", "٣GB", "9" * 40, "nan"]
-)
-def test_what_is_no_number_of_bytes_is_refused(text: str) -> None:
-    with pytest.raises(KVPolicyError, match="--memory"):
-        parse_bytes("--memory", text)
 
 
 @pytest.mark.parametrize(

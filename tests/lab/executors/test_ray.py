@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.cli.prompts import Prompt
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.lab.executors.ray import (
     Work,
@@ -22,6 +21,7 @@ from kvpolicy.lab.executors.ray import (
 )
 from kvpolicy.lab.prompt_files.answering import Shard
 from kvpolicy.lab.sweep.jobs import Job
+from kvpolicy.prompts import Prompt
 
 CPUS = [{"CPU": 8.0, "memory": 1e9}, {"CPU": 3.0}, {}]
 GPUS = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 2.0, "GPU": 4.0}, {"CPU": 16.0}]

@@ -14,7 +14,6 @@ import pytest
 import torch
 from lab_sweeps import BASE
 
-from kvpolicy.cli.prompts import Chat, Prompt
 from kvpolicy.engine.requests.request import Request
 from kvpolicy.errors import KVPolicyError
 from kvpolicy.hooks import discovery
@@ -27,6 +26,7 @@ from kvpolicy.lab.sweep.grid import Sweep
 from kvpolicy.lab.sweep.jobs import Job, JobFinished, JobProgress, SampleMeasured, run_job
 from kvpolicy.lab.sweep.prepare import build_sweep, load_sweep
 from kvpolicy.plan.plan import Plan
+from kvpolicy.prompts import Chat, Prompt
 
 HERE = f"on {socket.gethostname()}: "
 

@@ -10,7 +10,6 @@ import torch
 from commands import model_folder
 from folders import save_tiny_model
 
-from kvpolicy.cli.prompts import Chat, Prompt
 from kvpolicy.engine.engine import Engine
 from kvpolicy.engine.requests.request import Request, Sampling
 from kvpolicy.engine.reuse.store import PrefixStore
@@ -26,6 +25,7 @@ from kvpolicy.lab.prompt_files.answering import (
     answers,
 )
 from kvpolicy.plan.plan import Plan
+from kvpolicy.prompts import Chat, Prompt
 
 __all__ = ["model_folder"]
 
