@@ -26,6 +26,21 @@ def attend_fused(
     Returns:
         ``[B, H_q, L, V]``.
     """
+    if queries.device.type == "cpu":
+        return _attended(queries, keys, values, visible, scaling)
+    # What torch prefers on some GPUs builds a plan for each shape, in about a second, and prompts
+    # are of any length.
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        return _attended(queries, keys, values, visible, scaling)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+
+
+def _attended(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Visible, scaling: float
+) -> Tensor:
     num_kv_heads, length = keys.shape[1], queries.shape[2]
     group = queries.shape[1] // num_kv_heads
     if length == 1:
@@ -41,7 +56,7 @@ def attend_fused(
         # The kernels that make no tensor of all weights take heads of one size.
         queries, keys = (pad(one, (0, max(-missing, 0))) for one in (queries, keys))
         values = pad(values, (0, max(missing, 0)))
-        return attend_fused(queries, keys, values, visible, scaling)[..., :size]
+        return _attended(queries, keys, values, visible, scaling)[..., :size]
     grouped = queries.unflatten(1, (num_kv_heads, group)).flatten(0, 1)
     keys, values = (
         rows.flatten(0, 1)[:, None].expand(-1, group, -1, -1) for rows in (keys, values)

@@ -7,10 +7,12 @@ many tokens were taken is the extension's to know; the step is told when it begi
 
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvpolicy.cache.kv_cache import KVCache
+from kvpolicy.devices import upload
 
 # In the place of a layer: the last hidden states, which the model gives its head.
 LAST_STATES = -1
@@ -79,8 +81,8 @@ class StateRing:
             place: Where they are from.
         """
         ring = self.tensors[place]
-        at = (torch.tensor(list(one), device=ring.device) for one in (slots, pending))
-        ring[tuple(at)] = states.to(ring.dtype)
+        at = upload(np.array([slots, pending]), ring.device)
+        ring[at[0], at[1]] = states.to(ring.dtype)
 
 
 def put_states(ring: Tensor, states: Tensor, place: Tensor, live: Tensor) -> None:

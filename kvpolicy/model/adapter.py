@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -436,7 +437,7 @@ class ModelAdapter:
         Where layers share rows, some models compute these layers for these columns only, if they
         are given as a number; rows would receive no attention from the others.
         """
-        return torch.tensor([width - 1], device=self.device) if self._shares_rows else 1
+        return upload(np.array([width - 1]), self.device) if self._shares_rows else 1
 
     def _run_static(
         self, twin: PreTrainedModel, step: StaticStep, given: ForwardInput

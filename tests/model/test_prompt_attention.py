@@ -183,6 +183,36 @@ def test_other_devices_take_the_bias_of_torch(monkeypatch: pytest.MonkeyPatch) -
     assert (output.device, output.shape) == (meta, given[0].shape)
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        Forward([0], [17], 2, 2, None, 0),
+        Forward([40, 33], [17, 4], 2, 2, None, 0),
+        Forward([40, 33], [1, 1], 2, 2, None, 0),
+        Forward([0], [17], 2, 2, None, 0, value_dim=6),
+    ],
+    ids=["first", "masked", "a token", "smaller values"],
+)
+def test_no_plan_is_made_for_a_shape_on_a_gpu(
+    forward: Forward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN takes about a second for one, and prompts have any number of tokens."""
+    fused, enabled = F.scaled_dot_product_attention, []
+
+    def noted(*args: Any, **options: Any) -> Tensor:
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return fused(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    meta = torch.device("meta")
+    given = [tensor.to(meta) for tensor in forward.tensors()]
+    seen = attrs.evolve(forward.visible, device=meta)
+    attend(*given, seen, scaling=1.0, softmax=PLAIN, accumulated={})
+    assert enabled
+    assert not any(enabled)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_the_bias_of_torch_is_what_the_two_parts_are() -> None:
     forward = Forward([40], [17], 1, 1, None, 0)
     given, bias = forward.tensors(), causal_lower_right(17, 57)

@@ -3,9 +3,12 @@
 from collections.abc import Collection, Sequence
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from kvpolicy.devices import upload
 from kvpolicy.engine.requests.sequence import Sequence as EngineSequence
 
 
@@ -26,15 +29,15 @@ class ImageRows:
             sequences: The sequence of each entry, ``B``.
             positions: Position of each row's token, ``[B, H_kv, T]``; -1 where there is no row.
         """
-        found = torch.zeros_like(positions, dtype=torch.bool)
         if not len(self._ids):
-            return found
-        for entry, seq in enumerate(sequences):
-            of_prompt = self._of_prompt(seq)
-            at = positions[entry]
-            is_prompt = (at >= 0) & (at < len(of_prompt))
-            found[entry] = of_prompt.to(at.device)[at.clamp(0, len(of_prompt) - 1)] & is_prompt
-        return found
+            return torch.zeros_like(positions, dtype=torch.bool)
+        places = {seq: place for place, seq in enumerate(dict.fromkeys(sequences))}
+        # One table for all entries: each layer of a sequence is one.
+        table = pad_sequence([*map(self._of_prompt, places)], batch_first=True)
+        device, most = positions.device, table.shape[1]
+        which = upload(np.array([places[seq] for seq in sequences]), device)
+        found = upload(table, device)[which[:, None, None], positions.clamp(0, most - 1)]
+        return found & (positions >= 0) & (positions < most)
 
     def _of_prompt(self, seq: EngineSequence) -> Tensor:
         prompt, is_image = self._known.get(seq, (None, None))

@@ -3,9 +3,10 @@
 from collections import abc
 from functools import cached_property
 
-import torch
+import numpy as np
 from torch import Tensor
 
+from kvpolicy.devices import upload
 from kvpolicy.engine.extensions.base import ANY, Extension
 from kvpolicy.engine.requests.results import TokenLogprobs
 from kvpolicy.engine.requests.sequence import Sequence
@@ -64,7 +65,8 @@ class Logprobs(Extension):
                 continue
             end = int(self.cache.seq_len[seq.slot])
             known = logits[row, -length:]
-            tokens = torch.tensor(seq.prompt[end - len(known) + 1 : end + 1], device=logits.device)
+            following = np.array(seq.prompt[end - len(known) + 1 : end + 1], dtype=np.int64)
+            tokens = upload(following, logits.device)
             if len(tokens):
                 wanted = {place: (place, num_top) for place in range(len(tokens))}
                 seq.prompt_logprobs += Measured(wanted, known, tokens).by_number.values()
@@ -90,7 +92,7 @@ class Measured:
             tokens: The tokens that were taken, ``[W]``, int64, on the same device.
         """
         self._wanted = dict(wanted)
-        rows = torch.tensor([row for row, _ in wanted.values()], device=logits.device)
+        rows = upload(np.array([row for row, _ in wanted.values()]), logits.device)
         logprobs = logits[rows].float().log_softmax(dim=-1)
         self._tokens = tokens[rows]
         # Instead of a token there may be -1, whose sequence ends with an error.
