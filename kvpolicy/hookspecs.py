@@ -369,8 +369,9 @@ def score(
             `annotate`.
 
     Returns:
-        Scores ``[B, H_kv, T]``, floating point, higher stays. ``-inf`` makes a row leave first;
-        rows that must stay are for `protect`. NaN or another shape raises `HookResultError`.
+        Scores ``[B, H_kv, T]``, floating point, higher stays. ``-inf`` makes a row leave first, and
+        ``inf`` keeps it before all others but the protected ones; rows that must stay are for
+        `protect`. NaN or another shape raises `HookResultError`.
     """
 
 

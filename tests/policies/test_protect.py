@@ -45,6 +45,11 @@ def newest_first(positions: Tensor) -> Tensor:
     return positions.float()
 
 
+def all_pinned(positions: Tensor) -> Tensor:
+    """A policy that wants every row to stay."""
+    return torch.full(positions.shape, torch.inf)
+
+
 def compactions_of(*stack: object, budget: int, **knobs: int) -> list[Compaction]:
     """All compactions of one layer while three sequences are decoded."""
     recorder = Recorder()
@@ -60,7 +65,9 @@ def compactions_of(*stack: object, budget: int, **knobs: int) -> list[Compaction
 
 
 @costly
-@given(st.sampled_from([oldest_first, newest_first]), st.integers(0, 5), st.integers(0, 5))
+@given(
+    st.sampled_from([oldest_first, newest_first, all_pinned]), st.integers(0, 5), st.integers(0, 5)
+)
 def test_protected_tokens_are_kept_under_any_score(
     score: object, n_sink: int, n_recent: int
 ) -> None:

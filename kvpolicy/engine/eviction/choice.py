@@ -42,7 +42,9 @@ def final_scores(
     arguments |= {"bound": bound or Bound(), **(supplied or {})}
     scores = stack.score(rows, layer_idx, arguments, late)
     if protected is not None:
-        scores = scores.masked_fill(protected, float("inf"))
+        # A policy may answer inf: its rows come behind those that are protected.
+        most = torch.finfo(scores.dtype).max
+        scores = scores.clamp(max=most).masked_fill(protected, float("inf"))
     # Out of sight in some heads: what all heads cannot see was dropped.
     for hidden in (rows.out_of_sight, rows.absent):
         if hidden is not None:

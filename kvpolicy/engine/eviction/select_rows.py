@@ -193,9 +193,9 @@ def _stack_of(stack: Stack | str | object | Sequence[str | object]) -> Stack:
 def _mean(scores: Tensor) -> Tensor:
     """Mean over heads, ``[B, 1, T]``; ``inf`` of one head outweighs ``-inf`` of another."""
     is_pinned = (scores == float("inf")).any(dim=1, keepdim=True)
-    return (
-        scores.nan_to_num(posinf=0.0).mean(dim=1, keepdim=True).masked_fill(is_pinned, float("inf"))
-    )
+    mean = scores.nan_to_num(posinf=0.0).mean(dim=1, keepdim=True)
+    mean = mean.clamp(max=torch.finfo(mean.dtype).max)  # the sum of the largest scores is inf
+    return mean.masked_fill(is_pinned, float("inf"))
 
 
 def _check_positions(rows: Sequence["_Rows"]) -> None:

@@ -220,6 +220,20 @@ def test_a_row_protected_in_one_head_stays_in_all() -> None:
     assert select_rows(OneHead(), rows, budget=2, same_heads=True).keep.tolist() == [[0, 5]]
 
 
+@pytest.mark.parametrize("same_heads", [False, True])
+def test_rows_that_a_policy_scores_inf_come_behind_protected_ones(same_heads: bool) -> None:
+    @attrs.define(eq=False)
+    class AllStay:
+        @hookimpl
+        def score(self, positions: Tensor) -> Tensor:
+            return torch.full(positions.shape, torch.inf)
+
+    protect = load_policy("protect", n_sink=2, n_recent=0)
+    rows = CacheView(positions=torch.arange(8).expand(1, 2, 8))
+    kept = select_rows([AllStay(), protect], rows, budget=4, same_heads=same_heads).keep
+    assert kept.reshape(-1, 4)[0].tolist() == [0, 1, 6, 7]
+
+
 def test_all_rows_stay_within_the_budget() -> None:
     rows = CacheView(positions=torch.arange(4).expand(2, 3, 4))
     assert select_rows("streaming", rows, budget=5).keep.tolist() == [[[0, 1, 2, 3]] * 3] * 2
