@@ -7,6 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LEAST_OF_DOT = 16  # `tl.dot` takes no smaller matrices
+_MOST_AT_ONCE = 64
+# Bytes of the numbers that are read at once; with those that are copied ahead, and with what they
+# become in registers, three programs find room on a multiprocessor, and one on that of any card.
+_BYTES_AT_ONCE = 16 << 10
+
 # Whether kernels run in Triton's interpreter, on a CPU (TRITON_INTERPRET=1).
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -50,3 +56,16 @@ def row_strides(slab: Tensor) -> tuple[int, int, int]:
 def power_of_2(size: int) -> int:
     """The least power of 2 that is not below a size: blocks of Triton have no other sizes."""
     return int(triton.next_power_of_2(size))
+
+
+def rows_at_once(dim: int, num_bytes: int) -> int:
+    """Rows, or queries, that a program multiplies at once.
+
+    Args:
+        dim: Numbers of each.
+        num_bytes: Bytes of a number.
+    """
+    row_bytes = max(power_of_2(dim), LEAST_OF_DOT) * num_bytes
+    # Products of 32 bits are made without tensor cores, in registers.
+    smaller = num_bytes // 2
+    return max(min(_BYTES_AT_ONCE // row_bytes, _MOST_AT_ONCE) // smaller, LEAST_OF_DOT)

@@ -12,9 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpolicy.triton_common import dot, power_of_2, row_start, row_strides
+from kvpolicy.triton_common import (
+    LEAST_OF_DOT,
+    dot,
+    power_of_2,
+    row_start,
+    row_strides,
+    rows_at_once,
+)
 
-_BLOCK = 64  # rows compared at once
 _EPSILON = 1e-8  # added to norms, as by the authors
 
 
@@ -27,7 +33,8 @@ def _load_keys(
     return tl.load(keys + at[:, None] + d[None, :], mask=mask, other=0.0)
 
 
-@triton.jit
+# Prompts have any number of rows: no kernel is compiled anew for it.
+@triton.jit(do_not_specialize=["capacity"])
 def _units(
     keys,
     num_rows,
@@ -36,8 +43,8 @@ def _units(
     slot_stride,
     head_stride,
     row_stride,
+    capacity,
     HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -55,12 +62,12 @@ def _units(
             keys, batch, head, row, d, held, slot_stride, head_stride, row_stride, DIM
         ).to(tl.float32)
         inverse = 1 / (tl.sqrt(tl.sum(k * k, 1)) + EPSILON)
-        tl.store(inverse_norms + entry * ROWS + row, inverse, mask=row < held)
+        tl.store(inverse_norms + entry * capacity + row, inverse, mask=row < held)
         total += tl.sum(k * inverse[:, None], 0)
     tl.store(unit_sums + entry * DIM_BLOCK + d, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _exempt_pairs(
     keys,
     num_rows,
@@ -71,8 +78,8 @@ def _exempt_pairs(
     slot_stride,
     head_stride,
     row_stride,
+    capacity,
     HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -85,7 +92,7 @@ def _exempt_pairs(
     d = tl.arange(0, DIM_BLOCK)
     i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     k_i = _load_keys(keys, batch, head, i, d, held, slot_stride, head_stride, row_stride, DIM)
-    inverse_i = tl.load(inverse_norms + entry * ROWS + i, mask=i < held, other=0.0)
+    inverse_i = tl.load(inverse_norms + entry * capacity + i, mask=i < held, other=0.0)
     # Row 0 stands for none: the authors take the maximum of indices and zeros.
     last = tl.zeros((BLOCK,), tl.int32)
     found = tl.zeros((BLOCK,), tl.float32)
@@ -95,7 +102,7 @@ def _exempt_pairs(
     for first in range(0, stop, BLOCK):
         j = first + tl.arange(0, BLOCK)
         k_j = _load_keys(keys, batch, head, j, d, held, slot_stride, head_stride, row_stride, DIM)
-        inverse_j = tl.load(inverse_norms + entry * ROWS + j, mask=j < held, other=0.0)
+        inverse_j = tl.load(inverse_norms + entry * capacity + j, mask=j < held, other=0.0)
         product = dot(k_i, tl.trans(k_j)) * inverse_i[:, None] * inverse_j[None, :]
         product = tl.where(i[:, None] == j[None, :], 0.0, product)
         taken = tl.zeros((BLOCK,), tl.int32)
@@ -107,11 +114,11 @@ def _exempt_pairs(
         newer = (taken > last) | (first == 0)
         found = tl.where(newer, here, found)
         last = tl.where(newer, taken, last)
-    tl.store(exempt + entry * ROWS + i, last, mask=i < held)
-    tl.store(similarity + entry * ROWS + i, found, mask=i < held)
+    tl.store(exempt + entry * capacity + i, last, mask=i < held)
+    tl.store(similarity + entry * capacity + i, found, mask=i < held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _totals(
     keys,
     num_rows,
@@ -123,8 +130,8 @@ def _totals(
     slot_stride,
     head_stride,
     row_stride,
+    capacity,
     HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -136,17 +143,17 @@ def _totals(
     d = tl.arange(0, DIM_BLOCK)
     j = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     k = _load_keys(keys, batch, head, j, d, held, slot_stride, head_stride, row_stride, DIM)
-    inverse = tl.load(inverse_norms + entry * ROWS + j, mask=j < held, other=0.0)
+    inverse = tl.load(inverse_norms + entry * capacity + j, mask=j < held, other=0.0)
     unit = k.to(tl.float32) * inverse[:, None]
     others = tl.load(unit_sums + entry * DIM_BLOCK + d)[None, :] - unit
     total = tl.sum(unit * others, 1)
     for first in range(0, held, BLOCK):
         i = first + tl.arange(0, BLOCK)
-        column = tl.load(exempt + entry * ROWS + i, mask=i < held, other=-1)
-        found = tl.load(similarity + entry * ROWS + i, mask=i < held, other=0.0)
+        column = tl.load(exempt + entry * capacity + i, mask=i < held, other=-1)
+        found = tl.load(similarity + entry * capacity + i, mask=i < held, other=0.0)
         total -= tl.sum(tl.where(column[:, None] == j[None, :], found[:, None], 0.0), 0)
     mean = tl.where(j < held, total / held, float("-inf"))
-    tl.store(totals + entry * ROWS + j, mean, mask=j < ROWS)
+    tl.store(totals + entry * capacity + j, mean, mask=j < capacity)
 
 
 def key_redundancy(
@@ -173,23 +180,18 @@ def key_redundancy(
     batch, num_heads, capacity, dim = keys.shape
     counts = keys.new_zeros((batch, num_heads), dtype=torch.int64)
     counts = counts + capacity if num_rows is None else counts + num_rows
-    dim_block = power_of_2(max(dim, 16))  # `tl.dot` takes no fewer
+    dim_block = power_of_2(max(dim, LEAST_OF_DOT))
     per_row = (batch, num_heads, capacity)
     inverse_norms = keys.new_empty(per_row, dtype=torch.float32)
     unit_sums = keys.new_empty((batch, num_heads, dim_block), dtype=torch.float32)
     exempt = keys.new_empty(per_row, dtype=torch.int32)
     similarity, totals = torch.empty_like(inverse_norms), torch.empty_like(inverse_norms)
-    strides = row_strides(keys)
-    shape = {
-        "HEADS": num_heads,
-        "ROWS": capacity,
-        "DIM": dim,
-        "DIM_BLOCK": dim_block,
-        "BLOCK": _BLOCK,
-    }
-    blocks = (batch, num_heads, triton.cdiv(capacity, _BLOCK))
+    given = *row_strides(keys), capacity
+    block = rows_at_once(dim, keys.dtype.itemsize)
+    shape = {"HEADS": num_heads, "DIM": dim, "DIM_BLOCK": dim_block, "BLOCK": block}
+    blocks = (batch, num_heads, triton.cdiv(capacity, block))
     _units[batch, num_heads](
-        keys, counts, inverse_norms, unit_sums, *strides, EPSILON=_EPSILON, **shape
+        keys, counts, inverse_norms, unit_sums, *given, EPSILON=_EPSILON, **shape
     )
     _exempt_pairs[blocks](
         keys,
@@ -198,11 +200,11 @@ def key_redundancy(
         exempt,
         similarity,
         threshold,
-        *strides,
+        *given,
         FIRST=retain == "first",
         **shape,
     )
     _totals[blocks](
-        keys, counts, inverse_norms, unit_sums, exempt, similarity, totals, *strides, **shape
+        keys, counts, inverse_norms, unit_sums, exempt, similarity, totals, *given, **shape
     )
     return totals.softmax(dim=-1)

@@ -21,7 +21,7 @@ MOST_CODE_BYTES = 250_000
 
 FORMS = {
     *("in 8 bits", "in 8 and 4 bits", "in 4 bits", "in 8 bits with plain values"),
-    *("of 64 in 4 bits", "of 96 and 64"),
+    *("of 64 in 4 bits", "of 96 and 64", "of 256"),
 }
 MULTIPLY = {
     *(f"attend to rows {form}" for form in FORMS),
@@ -40,6 +40,7 @@ MULTIPLY = {
     "add up in a window with every track",
     "add up with long heads",
     "exempt pairs",
+    "exempt pairs of 256",
 }
 IN_PLACE = {"compact", "compact behind prompts", "compact from a staging area", "drop oldest"}
 
@@ -106,6 +107,19 @@ def test_logits_are_read_only_after_all_threads_have_stored_them(kernels) -> Non
     assert re.search(
         r"st\.global( bar\.sync)+( ld\.global)+( bar\.sync| ld\.global)*( st\.global)+$", order
     )
+
+
+def test_kernels_are_compiled_once_for_prompts_of_any_length() -> None:
+    """Each new number of tokens, sequences or rows would else wait for the compiler."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = PROGRAM.with_name("kernel_variants.py")
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    variants = json.loads(done.stdout)
+    launched = ("_rotate", "_attend_queries", "_add_up", "_units", "_exempt_pairs", "_totals")
+    assert variants == dict.fromkeys((*launched, "_compact"), 1)
 
 
 def test_rotations_round_each_product(kernels) -> None:

@@ -25,6 +25,7 @@ from kvpolicy.attention.triton_backend import decode as triton_decode
 from kvpolicy.attention.triton_backend import prompts as triton_prompts
 from kvpolicy.model.fused import triton_kernels as fused
 from kvpolicy.toolkit import triton_redundancy
+from kvpolicy.triton_common import rows_at_once
 
 
 def rows_of(
@@ -48,8 +49,9 @@ def rows_of(
 
 
 def block_of(form: dict[str, int]) -> int:
-    """Rows that are attended to at once."""
-    return 32 if 4 in (form["KEY_BITS"], form["VALUE_BITS"]) else 64
+    """Rows that are attended to at once, see `triton_decode.attend`."""
+    block = rows_at_once(max(form["DIM"], form["VALUE_DIM"]), 2)
+    return block // 2 if 4 in (form["KEY_BITS"], form["VALUE_BITS"]) else block
 
 
 PLAIN_ROWS = rows_of(0, 0)
@@ -69,14 +71,15 @@ APPEND = {
     "RESCALED": True,
 }
 MOVE = {"FILL": 0, "DIM": 128, "COLUMNS": 32, "BLOCK": 64}
-COMPACT = {**MOVE, "HEADS": 8, "MOST_KEPT": 1024}
-RKV = {"HEADS": 8, "ROWS": 1152, "DIM": 128, "DIM_BLOCK": 128, "BLOCK": 64}
+COMPACT = {**MOVE, "HEADS": 8}
+RKV = {"HEADS": 8, "DIM": 128, "DIM_BLOCK": 128, "BLOCK": 64}
 TRACKS = ("SUMS", "SQUARES", "SQUARES_LOGIT", "SQUARES_LOGIT2")
 NO_TRACKS = {"SINKS": False, **dict.fromkeys(TRACKS, False)}
 SUMS = NO_TRACKS | {"SUMS": True}
 EVERY_TRACK = {"SINKS": True, **dict.fromkeys(TRACKS, True)}
 GEMMA = {"SOFTCAP": 50.0, "SLIDING_WINDOW": 1024, "TENSOR_CORES": True}
 PLAIN = {"SOFTCAP": 0.0, "SLIDING_WINDOW": 0, "TENSOR_CORES": True}
+IN_32_BITS = {"TENSOR_CORES": False, "GROUP": 8, "GROUP_BLOCK": 16, "BLOCK": rows_at_once(128, 4)}
 ONE_CHUNK = CHUNKS | {"CHUNKS": 1, "CHUNK": 1152, "ACCUMULATED": 1024}
 
 ROW = {"SIZE": 4096, "BLOCK": 4096}
@@ -112,6 +115,7 @@ IN_FORMS = {
     "in 8 bits with plain values": rows_of(8, 0),
     "of 64 in 4 bits": rows_of(4, 4, dim=64, value_dim=64),
     "of 96 and 64": rows_of(0, 0, dim=96, value_dim=64),
+    "of 256": rows_of(0, 0, dim=256, value_dim=256),
 }
 KERNELS = {
     "attend": (attend, {**SHAPE, **PLAIN_ROWS, **GROUP, **CHUNKS, **PLAIN, **NO_TRACKS}),
@@ -127,6 +131,10 @@ KERNELS = {
         )
         for name, form in IN_FORMS.items()
     },
+    "attend in 32 bits": (
+        attend,
+        {**SHAPE, **PLAIN_ROWS, **CHUNKS, **PLAIN, **SUMS, **IN_32_BITS},
+    ),
     **{
         f"append rows {name}": (triton_append._append, {**APPEND, **form, "RAGGED": False})
         for name, form in IN_FORMS.items()
@@ -194,6 +202,14 @@ KERNELS = {
     "add up with long heads": (add_up, {**PROMPTS, **LONG_HEADS, "ROWS": 32, **SUMS_ALONE}),
     "units": (triton_redundancy._units, {**RKV, "EPSILON": 1e-8}),
     "exempt pairs": (triton_redundancy._exempt_pairs, {**RKV, "FIRST": False}),
+    "exempt pairs of 256": (
+        triton_redundancy._exempt_pairs,
+        {**RKV, "DIM": 256, "DIM_BLOCK": 256, "BLOCK": rows_at_once(256, 2), "FIRST": False},
+    ),
+    "exempt pairs in 32 bits": (
+        triton_redundancy._exempt_pairs,
+        {**RKV, "BLOCK": rows_at_once(128, 4), "FIRST": False},
+    ),
     "totals": (triton_redundancy._totals, RKV),
     "norm": (fused._norm, {**ROW, "ADDS": False}),
     "norm of a sum": (fused._norm, {**ROW, "ADDS": True}),
@@ -213,12 +229,12 @@ WARPS = {
 }
 
 
-def compiled(kernel, constants: dict, warps: int) -> dict:
+def compiled(kernel, constants: dict, warps: int, of_numbers: str = "*bf16") -> dict:
     """What a kernel needs of a GPU: bytes of code and shared memory, registers, stack."""
     names = kernel.arg_names
     missing = constants.keys() - set(names)
     assert not missing, f"the kernel has no {missing}"
-    types = dict(TYPE_OF)
+    types = {name: of_numbers if kind == "*bf16" else kind for name, kind in TYPE_OF.items()}
     in_bytes = [f"{one.lower()}s" for one in ("KEY", "VALUE") if constants.get(f"{one}_BITS")]
     types |= dict.fromkeys(in_bytes, "*u8")
     signature = {name: types.get(name, "i32") for name in names}
@@ -228,6 +244,7 @@ def compiled(kernel, constants: dict, warps: int) -> dict:
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
         if name not in constants and (name not in types or types[name].startswith("*"))
+        if not kernel.params[index].do_not_specialize
         # Strides of slabs in bytes are those of a few of them, see `stored_rows.strides_of`.
         if not any(name.startswith(f"{slab}_") for slab in in_bytes)
         if name in ("slab_row", "keys_row", "values_row")
@@ -268,7 +285,9 @@ def resources(cubin: bytes) -> dict[str, int]:
 if __name__ == "__main__":
     assert "TRITON_INTERPRET" not in os.environ, "interpreted kernels cannot be compiled"
     report = {
-        name: compiled(kernel, constants, warps=WARPS.get(name, 4))
+        name: compiled(
+            kernel, constants, WARPS.get(name, 4), "*fp32" if "in 32 bits" in name else "*bf16"
+        )
         for name, (kernel, constants) in KERNELS.items()
     }
     json.dump(report, sys.stdout)

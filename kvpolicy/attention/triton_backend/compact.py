@@ -31,7 +31,8 @@ def _move(slab, slot, head, source, target, columns, mask, slot_stride, head_str
     tl.store(slab + target_at[:, None] + columns[None, :], moved, mask=mask)
 
 
-@triton.jit
+# How many rows stay differs from compaction to compaction: no kernel is compiled anew for it.
+@triton.jit(do_not_specialize=["most_kept", "capacity"])
 def _compact(
     slab,
     keep,
@@ -41,6 +42,7 @@ def _compact(
     start,
     beside,
     lanes,
+    most_kept,
     capacity,
     slot_stride,
     head_stride,
@@ -52,7 +54,6 @@ def _compact(
     BESIDE: tl.constexpr,
     FILL: tl.constexpr,
     HEADS: tl.constexpr,
-    MOST_KEPT: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -72,7 +73,7 @@ def _compact(
             lane = tl.load(lanes + index)
         for first in range(0, kept, BLOCK):
             target = first + tl.arange(0, BLOCK)
-            source = tl.load(keep + entry * MOST_KEPT + target, mask=target < kept, other=0)
+            source = tl.load(keep + entry * most_kept + target, mask=target < kept, other=0)
             mask = (target < kept)[:, None] & (columns < DIM)[None, :]
             if BESIDE:
                 row = before + source - capacity
@@ -139,6 +140,7 @@ def compact(
         slots if start is None else start,
         area,
         slots if lanes is None else lanes,
+        keep.shape[2],
         slab.shape[2],
         *row_strides(slab),
         *row_strides(area),
@@ -146,7 +148,6 @@ def compact(
         BESIDE=beside is not None,
         FILL=fill,
         HEADS=slab.shape[1],
-        MOST_KEPT=keep.shape[2],
         DIM=dim,
         COLUMNS=columns,
         BLOCK=_BLOCK,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvpolicy.attention.accumulators import ACCUMULATORS
 from kvpolicy.attention.base import DecodeLayer, window_factor
-from kvpolicy.attention.chunks import BLOCK, DEFAULT_PROCESSORS, chunks_of
+from kvpolicy.attention.chunks import DEFAULT_PROCESSORS, chunks_of
 from kvpolicy.attention.triton_backend.append import append
 from kvpolicy.attention.triton_backend.compact import drop_oldest
 from kvpolicy.attention.triton_backend.rows import num_held, segment
@@ -35,12 +35,15 @@ from kvpolicy.attention.triton_backend.stored_rows import (
     read_rows,
     strides_of,
 )
-from kvpolicy.triton_common import dot, power_of_2, row_start, row_strides
+from kvpolicy.triton_common import (
+    LEAST_OF_DOT,
+    dot,
+    power_of_2,
+    row_start,
+    row_strides,
+    rows_at_once,
+)
 
-_TENSOR_CORE_SIZE = 16  # `tl.dot` takes no smaller matrices
-# Rows with 4 bits that are attended to at once: as numbers they fill registers, of which three
-# programs are to find enough on a multiprocessor.
-_BLOCK_OF_4_BITS = 32
 # Rows that are updated at once with what they accumulate.
 _ACCUMULATED = 1024
 _PARTS = 32  # chunks that are brought together at once
@@ -147,6 +150,8 @@ def _attend_chunk(
             other=0.0,
         )
         kind: tl.constexpr = query.dtype.element_ty  # of numbers that integers stand for
+        if not TENSOR_CORES:
+            q = q.to(tl.float32)
         if KEY_CODES:
             query_sum = tl.sum(q.to(tl.float32), 1)
         if SLIDING_WINDOW > 0:
@@ -178,10 +183,7 @@ def _attend_chunk(
                 position = tl.load(positions + at, mask=is_near, other=-1)
                 is_near = is_near & (position > oldest_exact)
                 k = put_exact(k, key_ring, position, is_near, DIM, DIM_BLOCK, KEY_EXACT)
-            if TENSOR_CORES:
-                x = dot(q, tl.trans(k))
-            else:
-                x = tl.sum(q.to(tl.float32)[:, None, :] * k.to(tl.float32)[None, :, :], 2)
+            x = dot(q, tl.trans(k if TENSOR_CORES else k.to(tl.float32)))
             if KEY_CODES:
                 x = x * step[None, :] + query_sum[:, None] * middle[None, :]
             x = x * scaling
@@ -219,7 +221,7 @@ def _attend_chunk(
             elif TENSOR_CORES:
                 added = dot(p.to(v.dtype), v)
             else:
-                added = tl.sum(p[:, :, None] * v.to(tl.float32)[None, :, :], 1)
+                added = dot(p, v.to(tl.float32))
             output = output * fade[:, None] + added
             top = new_top
         if CHUNKS > 1:
@@ -500,13 +502,15 @@ def attend(
     assert rows.stride(1) == 1, "the counts of one slot lie side by side"
     track_strides = {row_strides(track) for track in layer.accumulated} or {(0, 0, 0)}
     assert len(track_strides) == 1, "tracks that accumulate lie alike"
-    # Tensor cores take 16-bit types; without them the product of query and keys fills registers.
+    # Tensor cores take 16-bit types; others are multiplied in fp32.
     # Integers become numbers of the type of queries.
     kinds = {query.dtype, *(one.dtype for one, bits in _sides(layer) if not bits)}
     tensor_cores = query.dtype.itemsize == 2 and len(kinds) == 1
-    least = _TENSOR_CORE_SIZE if tensor_cores else 1
-    group_block = max(power_of_2(group), least)
-    forms = forms_of(layer, dim, value_dim, least)
+    group_block = max(power_of_2(group), LEAST_OF_DOT)
+    forms = forms_of(layer, dim, value_dim, LEAST_OF_DOT)
+    block = rows_at_once(max(dim, value_dim), 2 if tensor_cores else 4)
+    if 4 in (layer.key_bits, layer.value_bits):  # as numbers they fill registers
+        block = max(block // 2, LEAST_OF_DOT)
     count, length = chunks_of(capacity, num_slots * num_heads, _processors(query.device), chunks)
     bounds = layer.bounds
     if bounds is not None:  # one head may have all rows of its slot
@@ -531,7 +535,7 @@ def attend(
         "CAPACITY": capacity,
         "CHUNKS": count,
         "CHUNK": length,
-        "BLOCK": _BLOCK_OF_4_BITS if 4 in (layer.key_bits, layer.value_bits) else BLOCK,
+        "BLOCK": block,
         "ACCUMULATED": min(power_of_2(length), _ACCUMULATED),
         "SINKS": sinks is not None,
         **{name.removeprefix("attn_").upper(): name in accumulated for name in ACCUMULATORS},

@@ -22,16 +22,18 @@ from kvpolicy.attention.triton_backend.softmax import (
     divisor_for,
     shift_for,
 )
-from kvpolicy.triton_common import dot, power_of_2, row_start, row_strides
+from kvpolicy.triton_common import (
+    LEAST_OF_DOT,
+    dot,
+    power_of_2,
+    row_start,
+    row_strides,
+    rows_at_once,
+)
 
-_LEAST = 16  # `tl.dot` takes no smaller matrices
-_MOST = 64
-# Bytes of the numbers that are read at once; with those that are copied ahead, and with what they
-# become in registers, three programs find room on a multiprocessor.
-_TILE_BYTES = 16 << 10
 
-
-@triton.jit
+# Prompts have any number of tokens and rows: no kernel is compiled anew for it.
+@triton.jit(do_not_specialize=["width", "reach", "sizes_row"])
 def _attend_queries(
     query,
     keys,
@@ -132,7 +134,7 @@ def _attend_queries(
     tl.store(divisors + at, shift_for(top) + tl.log(total), mask=column < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "reach", "sizes_row", "track_slot", "track_head"])
 def _add_up(
     query,
     keys,
@@ -232,14 +234,6 @@ def _add_up(
         add_to_track(squares_logit2 + at, of_logit2, is_row)
 
 
-def _tile(dim: int, num_bytes: int) -> int:
-    """Queries, or rows, of so many channels that are read at once, each of so many bytes."""
-    row_bytes = max(power_of_2(dim), _LEAST) * num_bytes
-    # Products of 32 bits are made without tensor cores, in registers.
-    smaller = num_bytes // 2
-    return max(min(_TILE_BYTES // row_bytes, _MOST) // smaller, _LEAST)
-
-
 def attend(
     queries: Tensor,
     keys: Tensor,
@@ -281,12 +275,12 @@ def attend(
         keys.shape[1:3],
     )
     value_dim = values.shape[3]
-    tile = _tile(max(dim, value_dim), queries.dtype.itemsize)
+    tile = rows_at_once(max(dim, value_dim), queries.dtype.itemsize)
     forms = {
         "HEADS": num_heads,
         "GROUP": num_heads // num_kv_heads,
         "DIM": dim,
-        "DIM_BLOCK": max(power_of_2(dim), _LEAST),
+        "DIM_BLOCK": max(power_of_2(dim), LEAST_OF_DOT),
         "QUERIES": tile,
         "SOFTCAP": softcap,
         "WINDOW": reach > 0,
@@ -306,8 +300,8 @@ def attend(
         *row_strides(values),
         sizes.stride(0),
         VALUE_DIM=value_dim,
-        VALUE_DIM_BLOCK=max(power_of_2(value_dim), _LEAST),
-        ROWS=max(tile // 2, _LEAST),
+        VALUE_DIM_BLOCK=max(power_of_2(value_dim), LEAST_OF_DOT),
+        ROWS=max(tile // 2, LEAST_OF_DOT),
         SINKS=sinks is not None,
         **forms,
     )

@@ -78,7 +78,8 @@ def _rotated(
     tl.store(out + half + i, rounded(along + across, kind).to(kind), mask=ok)
 
 
-@triton.jit
+# A step has one token, prompts have any number: no kernel is compiled anew for it.
+@triton.jit(do_not_specialize_on_alignment=["length"])
 def _rotate(
     query,
     key,
