@@ -11,7 +11,7 @@ from tiny import tiny_tokenizer
 from tiny_images import IMAGE, Image, image_of, of_images, tiny_seeing_model
 
 from kvpolicy import Engine, KVPolicyError, Plan, PolicyCache, PrefixStore, Request, Result
-from kvpolicy.compat import cache_argument
+from kvpolicy.compat import cache_argument, has_states
 
 NEW = 8
 FULL = Plan.uniform("full")
@@ -25,7 +25,11 @@ PLAIN = "LlavaForConditionalGeneration"
 ROPE_IN_PLANES = "Qwen2_5_VLForConditionalGeneration"
 BOTH_WAYS = "Gemma3ForConditionalGeneration"
 TO_LAYERS = "Granite4VisionForConditionalGeneration"
-CLASSES = [PLAIN, ROPE_IN_PLANES, BOTH_WAYS, "Lfm2VlForConditionalGeneration", TO_LAYERS]
+WITH_STATES = pytest.param(
+    "Lfm2VlForConditionalGeneration",
+    marks=pytest.mark.skipif(not has_states(), reason="transformers has no cache for states"),
+)
+CLASSES = [PLAIN, ROPE_IN_PLANES, BOTH_WAYS, WITH_STATES, TO_LAYERS]
 
 
 @cache

@@ -13,7 +13,7 @@ from tiny_images import IMAGE, Image, image_of, of_images, tiny_seeing_model
 from torch import Tensor
 
 from kvpolicy import Engine, Plan, PolicyCache, Request, Sampling, hookimpl
-from kvpolicy.compat import cache_argument
+from kvpolicy.compat import cache_argument, has_states
 from kvpolicy.errors import CacheError, HookError, ModelError
 
 NEW = 8
@@ -28,12 +28,16 @@ PLANS = {
     name: Plan.uniform(name, budget=8, buffer=4, knobs={name: knobs})
     for name, knobs in KNOBS.items()
 }
+WITH_STATES = pytest.param(
+    "Lfm2VlForConditionalGeneration",
+    marks=pytest.mark.skipif(not has_states(), reason="transformers has no cache for states"),
+)
 # Tokens of an image that attend to each other, positions in planes, images in tiles, plain ones,
 # and layers with states of fixed size.
 CLASSES = [
     "Gemma3ForConditionalGeneration",
     "HunYuanVLForConditionalGeneration",
-    "Lfm2VlForConditionalGeneration",
+    WITH_STATES,
     "Gemma4ForConditionalGeneration",
     "Granite4VisionForConditionalGeneration",
     "LlavaForConditionalGeneration",
