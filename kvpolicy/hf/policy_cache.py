@@ -61,6 +61,8 @@ _KNOWN = {
     "use_cache",
 }
 
+# Arguments of a forward that may have a value for each column that the cache has seen, too.
+_OF_COLUMNS = {"attention_mask", "mm_token_type_ids", "token_type_ids"}
 
 _INCOMPLETE = "is incomplete: a forward did not end; call reset() and start again"
 
@@ -314,7 +316,9 @@ class PolicyCache(Cache):
         token_ids, mask = given["input_ids"], given.get("attention_mask")
         arguments = {name: given[name] for name in images} | {"input_ids": token_ids}
         if mask is not None:
-            arguments["attention_mask"] = mask[:, -token_ids.shape[1] :]
+            arguments["attention_mask"] = mask
+        for name in _OF_COLUMNS & arguments.keys():
+            arguments[name] = arguments[name][:, -token_ids.shape[1] :]
         if is_first and given.get("position_ids") is not None:
             arguments["position_ids"] = given["position_ids"]
         return adapter.embedder(arguments, self._columns.new_is_real)

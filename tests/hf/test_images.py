@@ -180,8 +180,11 @@ def test_a_conversation_goes_on_behind_an_image_and_takes_another(name: str) -> 
         text = [*text, *found[0]]
 
 
+@pytest.mark.parametrize("of_all_columns", [False, True])
 @pytest.mark.parametrize("name", [PLAIN, ROPE_IN_PLANES])
-def test_a_forward_of_the_model_itself_takes_an_image_of_a_later_turn(name: str) -> None:
+def test_a_forward_of_the_model_itself_takes_an_image_of_a_later_turn(
+    name: str, of_all_columns: bool
+) -> None:
     model, (first, second) = seeing(name)
     texts = [first.prompt([5, 9], [7, 11]), second.prompt([8, 4], [30, 6])]
     held = PolicyCache(model, FULL)
@@ -190,7 +193,12 @@ def test_a_forward_of_the_model_itself_takes_an_image_of_a_later_turn(name: str)
         expected = model(ids, **of_images([first, second], ids)).logits[0, -1]
         for text, image in zip(texts, (first, second), strict=True):
             new = torch.tensor([text])
-            output = model(new, **of_images([image], new), **cache_argument(held))
+            given = of_images([image], new)
+            if of_all_columns:  # as older releases of transformers do in generate
+                seen = ids[:, : held.get_seq_length() + len(text)]
+                kinds = {key: (seen == IMAGE).long() for key in given if "token_type_ids" in key}
+                given |= {**kinds, "attention_mask": torch.ones_like(seen)}
+            output = model(new, **given, **cache_argument(held))
     assert torch.allclose(output.logits[0, -1], expected, atol=1e-4)
 
 
