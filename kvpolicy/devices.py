@@ -25,9 +25,16 @@ def upload(values: np.ndarray | Tensor, device: torch.device | str) -> Tensor:
 
     A copy from ordinary memory makes the host wait until the device has done all it was given
     before; one from pinned memory does not.
+
+    Raises:
+        RuntimeError: While a CUDA graph is captured, which would copy from this memory of the host
+            at every replay, whatever is there by then.
     """
     tensor = values.clone() if isinstance(values, Tensor) else torch.tensor(values)
     if torch.device(device).type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            msg = "a graph that is captured would copy from memory of the host"
+            raise RuntimeError(msg)
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 

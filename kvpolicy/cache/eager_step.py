@@ -5,6 +5,7 @@ New rows are provisional: `EagerStep.commit` makes them, and all that the forwar
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,38 @@ class EagerStep:
 
     def _open_states(self) -> Mapping[int, Any]:
         return {index: states.open(self.tokens) for index, states in self.cache.states.items()}
+
+    @property
+    def likeness(self) -> object:
+        """What decides where the new rows go and which rows are attended to.
+
+        A step of an equal one is this one over, with other tokens and positions, if this one
+        `repeats`. It has taken the memory that it needs beside its slots by then.
+        """
+        tokens, cache = self.tokens, self.cache
+        return (
+            tuple(tokens.slots),
+            tuple(tokens.lengths),
+            cache.rows[:, tokens.slots].tobytes(),
+            *(layout.reserve(tokens) for layout in cache.layouts),
+        )
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a step of equal `likeness` does the same to the same tensors; once it has run."""
+        shares_rows = any(layer.shape.num_readers > 1 for layer in self.cache.layers)
+        plain = not self.cache.states and self.tokens.ahead is None and not shares_rows
+        return plain and all(opened.repeats for opened in self.layers.values())
+
+    def again(self) -> "EagerStep":
+        """The same step before it stores anything, in the same tensors."""
+        other = copy(self)
+        other.layers, other.attended, other.problems = {}, set(), set()
+        return other
+
+    def take_over(self, done: "EagerStep") -> None:
+        """Be what a step of equal `likeness` was, which has run over with the new tokens."""
+        self.layers, self.attended, self.problems = done.layers, done.attended, done.problems
 
     def new_rows(
         self, layer_idx: int, states: Tensor, keys: Tensor, values: Tensor

@@ -1,7 +1,9 @@
 """The runner: a `Step` in, an `Output` out, whose rows are provisional until `commit`.
 
-Chunks of prompts run eagerly, decode steps of most models as static steps: one function of tensors
-at fixed addresses (`kvpolicy.cache.static_step`), which may be compiled, or replayed from a graph.
+Chunks of prompts run eagerly, but for those that repeat others on a GPU
+(`kvpolicy.model.chunk_graphs`); decode steps of most models as static steps: one function of
+tensors at fixed addresses (`kvpolicy.cache.static_step`), which may be compiled, or replayed from a
+graph.
 """
 
 from collections import abc
@@ -16,6 +18,7 @@ from kvpolicy.devices import HAS_NUMBA
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.step import Drawn, Output, Step
 from kvpolicy.model.adapter import ModelAdapter
+from kvpolicy.model.chunk_graphs import ChunkGraphs
 from kvpolicy.model.embedded import columns_ahead
 from kvpolicy.model.forward_input import ForwardInput, under_way
 from kvpolicy.model.graphs import GraphRunner
@@ -32,6 +35,7 @@ class Runner:
         static: The static decode step of the cache; ``None``: decode steps run eagerly.
         as_it_is: Runs a static step without graphs.
         graphs: Replays static steps, on a GPU; ``None``: they run as they are.
+        chunk_graphs: Replays chunks of prompts that repeat others, likewise.
         recorded: Runs static steps from recordings, on a CPU; ``None``: they run as they are.
     """
 
@@ -69,8 +73,10 @@ class Runner:
         self.as_it_is: StaticForward = compiled or static_forward
         self._on_gpu = adapter.device.type == "cuda"
         self.graphs: GraphRunner | None = None
+        self.chunk_graphs: ChunkGraphs | None = None
         if self._on_gpu and graph_problem is None:
             self.graphs = GraphRunner(self.as_it_is)
+            self.chunk_graphs = ChunkGraphs()
         self.recorded: RecordedSteps | None = None
         if adapter.device.type == "cpu" and compiled is None and graph_problem is None:
             is_packed = adapter.weights.packed_bytes > 0
@@ -101,6 +107,10 @@ class Runner:
         path = f"{path}, fused, in graphs" if self.graphs.fused else f"{path}, in graphs"
         of_prompts = self._adapter.prompts_problem
         path = path if of_prompts is None else f"{path}, prompts not fused: {of_prompts}"
+        if (chunks := self.chunk_graphs) is not None and chunks.problem is not None:
+            path = f"{path}, prompts without graphs: {chunks.problem}"
+        elif chunks is not None and chunks.num_replayed:
+            path = f"{path}, prompts replayed"
         reasons = "; ".join(sorted(self._by_weights))
         return f"{path}, weights of prompts in torch: {reasons}" if reasons else path
 
@@ -159,6 +169,7 @@ class Runner:
             step.wants_states,
             wants_logits=step.wants_logits,
             fuses=self._fuses(step),
+            run_fused=self.chunk_graphs,
             annotating=step.annotating,
             embedded=step.embedded,
         )

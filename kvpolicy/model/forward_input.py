@@ -7,6 +7,7 @@ rotary embeddings positions only, so they ask which forward is under way in thei
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -22,6 +23,12 @@ Steer = Callable[[int, Tensor], Tensor | None]
 # Asks for annotations: layer index, states [N, M], keys and values [N, H_kv, D], positions [N] ->
 # numbers [N, H_kv] by the name of a track.
 AskAnnotations = Callable[[int, Tensor, Tensor, Tensor, Tensor], Mapping[str, Tensor]]
+
+# Runs what computes a fused forward: that, the forward, token ids and positions -> its logits
+# [B, 1, V] and hidden states [B, L, M].
+RunFused = Callable[
+    [Callable[..., Any], "ForwardInput", Sequence[Tensor]], tuple[Tensor, Tensor | None]
+]
 
 
 @attrs.frozen(eq=False)
@@ -49,6 +56,7 @@ class ForwardInput:
         wants_states: Whether the last hidden states are wanted.
         fuses: Whether operators of an eager forward may be those of a recording, whose groups are
             one each: nothing of it but attention is asked for.
+        run_fused: Runs that recording; ``None``: it is called.
         in_graph: Whether attention of an eager forward stores the new rows itself, as one operator.
         run: Runs a static step.
         draws: Whether a static step draws the next tokens and counts the new rows.
@@ -69,6 +77,7 @@ class ForwardInput:
     steer: Steer | None = None
     wants_states: bool = False
     fuses: bool = False
+    run_fused: RunFused | None = None
     in_graph: bool = False
     run: StaticForward = static_forward
     draws: bool = False

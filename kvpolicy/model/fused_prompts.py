@@ -71,7 +71,10 @@ class FusedPrompts:
             self._record(call, inputs[0].device)
         if self._program is None:
             return None
-        logits, states = self._program(*inputs)
+        if given.run_fused is None:
+            logits, states = self._program(*inputs)
+        else:
+            logits, states = given.run_fused(self._program, given, inputs)
         return logits, states if given.wants_states else None
 
     def _is_as_seen(self, module: nn.Module) -> bool:

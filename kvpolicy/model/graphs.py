@@ -42,9 +42,14 @@ class Graph:
 
 
 class CudaGraphs:
-    """Captures CUDA graphs that share one pool of memory."""
+    """Captures CUDA graphs that share one pool of memory.
 
-    def __init__(self) -> None:
+    Attributes:
+        warm_ups: How often a function runs before it is captured.
+    """
+
+    def __init__(self, warm_ups: int = _WARM_UPS) -> None:
+        self.warm_ups = warm_ups
         self._pool: Any = None
 
     def __call__(self, run: Callable[[], Output]) -> Graph:
@@ -58,7 +63,7 @@ class CudaGraphs:
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
+            for _ in range(self.warm_ups):
                 run()
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()

@@ -55,6 +55,20 @@ def test_batched_sequence_equals_sequence_alone(
     assert [one.rows_evicted for one in found] == [one.rows_evicted for one in expected]
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "snapkv", "rkv"])
+def test_long_prompts_are_replayed_on_a_gpu(device: torch.device, policy: str) -> None:
+    """Chunks that repeat others leave what they leave if each is run."""
+    prompts = [[(7 * place + seed) % 59 + 1 for place in range(230)] for seed in range(3)]
+    plan = Plan.uniform(policy, budget=24, buffer=8, prefill_buffer=24)
+    model = model_on(device)
+    batch = Engine(model, plan=plan, slots=2).generate(prompts, max_new_tokens=16)
+    alone = Engine(model, plan=plan, slots=1, eager=True)
+    expected = [alone.generate([one], max_new_tokens=16).results()[0] for one in prompts]
+    assert [one.tokens for one in batch.results()] == [one.tokens for one in expected]
+    assert ("prompts replayed" in batch.report.path) == (device.type == "cuda")
+
+
 def test_steps_are_static_and_in_graphs_on_a_gpu(device: torch.device) -> None:
     run = Engine(model_on(device), plan=Plan.uniform("h2o", budget=8, buffer=4)).generate(
         PROMPTS, max_new_tokens=6

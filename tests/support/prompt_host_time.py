@@ -5,15 +5,16 @@
 
 The time is that of a thread on a CPU, of a chunk of few tokens in 36 layers that compute next to
 nothing: fused operators, attention and compactions are allocations. A launch takes longer than
-these. Once with the model's own operators, and once with fused ones. How many kernels there are is
-counted by ``kvpolicy bench --launches``.
+these. Once with the model's own operators, once with fused ones, and once where the chunk is
+replayed from a graph, as those in the middle of a prompt are. How many kernels there are is counted
+by ``kvpolicy bench --launches``.
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,10 @@ from torch import Tensor
 from kvpolicy import Engine, Plan, Request
 from kvpolicy.engine.engine import Run
 from kvpolicy.lab.bench.models import SHAPES, random_model
+from kvpolicy.model.chunk_graphs import ChunkGraphs
 from kvpolicy.model.fused.operators import ADD_NORM, GATE, NORM, ROTATE
+from kvpolicy.model.fused.step import Output
+from kvpolicy.model.graphs import Graph
 
 PLANS = ["full", "streaming", "snapkv", "rkv", "h2o"]
 CHUNK, NUM_CHUNKS = 16, 40
@@ -57,6 +61,12 @@ ALLOCATIONS = {
 def attended(queries: Tensor, *_: Any) -> Tensor:
     """Attention by weights, in the order of memory of its kernels."""
     return torch.zeros_like(queries.transpose(1, 2).contiguous()).transpose(1, 2)
+
+
+def captured(run: Callable[[], Output]) -> Graph:
+    """A graph whose replay is one operator: the launch of a graph."""
+    output = run()
+    return Graph(lambda: output[0].add_(0), output)
 
 
 @contextmanager
@@ -94,11 +104,15 @@ def begun(plan: str) -> Run:
     return run
 
 
-def host_ms(plan: str, *, fuses: bool) -> float:
+def host_ms(plan: str, *, fuses: bool = True, replays: bool = False) -> float:
     """Milliseconds of a layer and chunk, the median."""
     num_layers, times = SHAPES["host"].num_layers, []
     with as_on_a_gpu(fuses=fuses):
         run = begun(plan)
+        if replays:
+            run.core.runner.chunk_graphs = ChunkGraphs(captured)
+            for _ in range(4):
+                run.step()
         for _ in range(30):
             start = time.thread_time()
             run.step()
@@ -113,10 +127,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="a file for all figures")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    lines = ["| plan | host, ms | fused |", "|---|--:|--:|"]
+    lines = ["| plan | host, ms | fused | replayed |", "|---|--:|--:|--:|"]
     measured = {}
     for plan in options.plans.split(","):
-        measured[plan] = [host_ms(plan, fuses=one) for one in (False, True)]
+        ways: list[dict[str, bool]] = [{"fuses": False}, {}, {"replays": True}]
+        measured[plan] = [host_ms(plan, **one) for one in ways]
         lines.append(f"| {plan} | {' | '.join(f'{one:.2f}' for one in measured[plan])} |")
     if options.json is not None:
         options.json.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")

@@ -142,6 +142,15 @@ class Layout(ABC):
         del slots, lengths
         return True
 
+    def reserve(self, tokens: NewTokens) -> object:
+        """Take the memory beside their slots that a forward of new tokens needs.
+
+        Returns:
+            Which it is: forwards alike otherwise store their rows in other places if it differs.
+        """
+        del tokens
+        return None
+
     @abstractmethod
     def room(self, slots: Sequence[int]) -> np.ndarray:
         """Tokens that these slots take in these layers before one is due, ``[n, B]``."""
@@ -418,6 +427,10 @@ class Around(RowLayout):
         """Whether one forward may bring in so many prompt tokens."""
         return self.inner.enter_together(slots, lengths)
 
+    def reserve(self, tokens: NewTokens) -> object:
+        """Take the memory beside their slots that new tokens need."""
+        return self.inner.reserve(tokens)
+
     def room(self, slots: Sequence[int]) -> np.ndarray:
         """Tokens that these slots take, ``[n, B]``."""
         return self.inner.room(slots)
@@ -566,7 +579,12 @@ class OpenRows(ABC):
         held: More rows to attend to, keys and values ``[B, H_kv, T, D]``, if those that `store`
             returned are beside the slabs; else ``None``.
         remembers: Whether queries are wanted, see `remember`.
+        repeats: Whether as many new tokens over as many rows do the same to the same tensors,
+            whatever their positions: what depends on these is in tensors of `NewTokens`, and a
+            commit changes nothing but tensors.
     """
+
+    repeats = False
 
     visible: Visible
     held: tuple[Tensor, Tensor] | None = None

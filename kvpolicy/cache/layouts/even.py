@@ -193,6 +193,8 @@ def add_to(track: Tensor, held: tuple[slice | Tensor, slice, slice], received: T
 class OpenEven(OpenSlabs):
     """New rows in the first free places of the slabs; what is read is a view if it can be."""
 
+    repeats = True
+
     def __init__(
         self, layer: LayerCache, tokens: NewTokens, before: np.ndarray, reach: int | None = None
     ) -> None:

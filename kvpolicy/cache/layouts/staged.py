@@ -147,6 +147,10 @@ class Staged(Around):
         rows = self.counts.rows[self.own][:, slots] + lengths
         return len(slots) <= self._num_lanes or not bool((rows > self._capacity).any())
 
+    def reserve(self, tokens: NewTokens) -> object:
+        """Take the lanes that new tokens need in any layer."""
+        return self._lanes_for(tokens).tobytes()
+
     def room(self, slots: Sequence[int]) -> np.ndarray:
         """Free rows of the slab, and of a lane while a prompt enters."""
         enters = self.counts.seq_len[slots] < self.counts.num_prompt[slots]
@@ -227,7 +231,7 @@ class Staged(Around):
         num_beside = np.maximum(before + tokens.lengths - capacity, 0)
         if not num_beside.any():
             return None
-        lanes = tokens.shared(("lanes", id(self)), lambda: self._lanes_for(tokens))
+        lanes = self._lanes_for(tokens)
         has_lane = np.flatnonzero(num_beside)
         return WhereStaged(
             new_places(tokens, tokens.slots, before, device, end=capacity),
@@ -240,10 +244,14 @@ class Staged(Around):
 
     def _lanes_for(self, tokens: NewTokens) -> np.ndarray:
         """The lanes of the slots of a forward, which takes those that it needs in any layer."""
-        slots = tokens.slots
-        rows = self.counts.rows[self.own][:, slots] + tokens.lengths
-        self._take_lanes(slots[(rows > self._capacity).any(axis=0)], slots)
-        return self._lanes(slots)
+
+        def take() -> np.ndarray:
+            slots = tokens.slots
+            rows = self.counts.rows[self.own][:, slots] + tokens.lengths
+            self._take_lanes(slots[(rows > self._capacity).any(axis=0)], slots)
+            return self._lanes(slots)
+
+        return tokens.shared(("lanes", id(self)), take)
 
     def _take_lanes(self, needing: np.ndarray, staying: Sequence[int] | np.ndarray = ()) -> None:
         """Give lanes to slots that need them and have none; ``staying`` keep those they have."""
@@ -444,6 +452,8 @@ def _empty(areas: Tensor, lanes: slice | Tensor) -> None:
 
 class OpenStaged(OpenSlabs):
     """New rows in the free places of slabs, then in those of lanes; attention gets copies."""
+
+    repeats = True
 
     layer: StagedLayer
 

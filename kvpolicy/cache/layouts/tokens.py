@@ -6,6 +6,7 @@ dropped: they are never stored or attended to.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import attrs
@@ -75,6 +76,7 @@ class NewTokens:
         self.beside_bytes = 0
         self.sequences, self._columns = np.nonzero(self.is_real)
         self._shared: dict[object, object] = {}
+        self._of_positions: list[tuple[Tensor, Callable[[], np.ndarray]]] = []
 
     def shared(self, key: object, make: Callable[[], _T]) -> _T:
         """What several layers need alike, made once for each key."""
@@ -92,12 +94,12 @@ class NewTokens:
 
     def on(self, device: torch.device) -> Tokens:
         """The tokens one by one."""
-        return self.shared(("tokens", device), lambda: self._on(device))
+        key = "tokens", device
+        return self.shared(key, lambda: Tokens(*self._of_their_positions(self._ones, device)))
 
-    def _on(self, device: torch.device) -> Tokens:
+    def _ones(self) -> np.ndarray:
         positions = self.position_ids[self.is_real]
-        arrays = (self.sequences, self._columns, self.slots[self.sequences], positions)
-        return Tokens(*upload(np.stack(arrays), device))
+        return np.stack([self.sequences, self._columns, self.slots[self.sequences], positions])
 
     def served_on(self, device: torch.device) -> slice | Tensor:
         """Index of the slots, for tensors of a device."""
@@ -109,8 +111,9 @@ class NewTokens:
 
     def positions_on(self, device: torch.device) -> Tensor:
         """Position of every column's token in its sequence, ``[B, 1, L]``, 0 for pads."""
+        key = "positions", device
         return self.shared(
-            ("positions", device), lambda: upload(self.position_ids[:, None], device)
+            key, lambda: self._of_their_positions(lambda: self.position_ids[:, None], device)
         )
 
     def rows(self, before: np.ndarray) -> np.ndarray:
@@ -124,11 +127,28 @@ class NewTokens:
         Returns:
             Sequence, column, slot and place in the ring of each, ``[M]``.
         """
-        return self.shared(("newest", size, device), lambda: self._newest(size, device))
+        key = "newest", size, device
+        newest = partial(self._newest, size)
+        return self.shared(key, lambda: tuple(self._of_their_positions(newest, device)))
 
-    def _newest(self, size: int, device: torch.device) -> tuple[Tensor, ...]:
+    def _newest(self, size: int) -> np.ndarray:
         recent = self.is_real & (self.token >= self.lengths[:, None] - size)
         sequences, columns = np.nonzero(recent)
         place = self.position_ids[recent] % size
-        arrays = (sequences, columns, self.slots[sequences], place)
-        return tuple(upload(np.stack(arrays), device))
+        return np.stack([sequences, columns, self.slots[sequences], place])
+
+    def _of_their_positions(self, make: Callable[[], np.ndarray], device: torch.device) -> Tensor:
+        """Numbers that follow from positions, on a device."""
+        tensor = upload(make(), device)
+        self._of_positions.append((tensor, make))
+        return tensor
+
+    def move_on(self, seq_len: np.ndarray) -> None:
+        """Become as many tokens of the same slots that have seen others: positions change only.
+
+        Tensors stay where they are, so that what was captured with them goes on reading them.
+        """
+        self.position_ids += np.where(self.is_real, (seq_len - self.seq_len)[:, None], 0)
+        self.seq_len = seq_len
+        for tensor, make in self._of_positions:
+            tensor.copy_(upload(make(), tensor.device))

@@ -118,6 +118,8 @@ def _in_sight(layer: LayerCache, tokens: NewTokens, positions: Tensor, visible: 
 class OpenWindow(OpenEven):
     """New rows in free places."""
 
+    repeats = False  # masks may be those of positions
+
     def __init__(
         self,
         layer: LayerCache,

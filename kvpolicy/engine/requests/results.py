@@ -129,7 +129,9 @@ class RunReport:
         path: How decode steps were run: ``"eager: REASON"``, or ``"static"``, followed by
             ``", compiled"``, and on a GPU by ``", fused, in graphs"``,
             ``", in graphs, not fused: REASON"`` or ``", without graphs: REASON"``. Compiled ones
-            are ``", in graphs"``. Then ``", prompts not fused: REASON"``, if they are not, and
+            are ``", in graphs"``. Then ``", prompts not fused: REASON"``, if they are not,
+            ``", prompts replayed"``, if chunks of them were, or
+            ``", prompts without graphs: REASON"``, if none can be, and
             ``", weights of prompts in torch: REASON"``, if kernels do not compute these. On a CPU
             ``", recorded"``, if some were run from recordings, or ``", not recorded: REASON"``.
         compile_s: Seconds in which decode steps were compiled.
