@@ -1,5 +1,6 @@
 """Devices: copies for which the host does not wait, and where Triton's kernels run."""
 
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 
 import numpy as np
@@ -13,6 +14,15 @@ HAS_NUMBA = find_spec("numba") is not None
 def runs_in_triton(tensor: Tensor) -> bool:
     """Whether Triton's kernels can read and change a tensor: on a CUDA device, if it is there."""
     return HAS_TRITON and tensor.is_cuda
+
+
+def as_current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one in a block; does nothing for other devices.
+
+    Unlike torch's operations, kernels of Triton, and graphs that are captured, go to the current
+    GPU, wherever their tensors are.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def has_no_numbers(device: torch.device) -> bool:

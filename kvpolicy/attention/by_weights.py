@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpolicy.attention.softmax import Softmax
 from kvpolicy.attention.visible import Visible
-from kvpolicy.devices import HAS_TRITON, has_no_numbers
+from kvpolicy.devices import HAS_TRITON, as_current, has_no_numbers
 
 #: Blocks of rows of larger heads, such as those of latent attention, do not fit into the shared
 #: memory of a multiprocessor.
@@ -98,18 +98,19 @@ def in_triton(
     """What the operator does on a GPU."""
     from kvpolicy.attention.triton_backend.prompts import attend
 
-    return attend(
-        queries,
-        keys,
-        values,
-        sizes,
-        accumulated,
-        accumulators,
-        reach=reach,
-        scaling=scaling,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    with as_current(keys.device):  # that of a layer, which may be another one than the model's
+        return attend(
+            queries,
+            keys,
+            values,
+            sizes,
+            accumulated,
+            accumulators,
+            reach=reach,
+            scaling=scaling,
+            softcap=softcap,
+            sinks=sinks,
+        )
 
 
 def _shape(queries: Tensor, keys: Tensor, values: Tensor, *_: object) -> Tensor:

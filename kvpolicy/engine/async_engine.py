@@ -10,12 +10,11 @@ import threading
 import time
 import weakref
 from collections import abc, deque
-from contextlib import nullcontext
 from typing import Any, Protocol, TypeVar
 
 import attrs
-import torch
 
+from kvpolicy.devices import as_current
 from kvpolicy.engine.engine import Engine, Run
 from kvpolicy.engine.requests.detokenize import TextPieces
 from kvpolicy.engine.requests.request import Request
@@ -347,7 +346,7 @@ class AsyncEngine:
         run, device = self._run, self.engine.adapter.device
         try:
             # A thread begins with the first GPU, whatever the model is on.
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            with as_current(device):
                 self._run_steps()
         except BaseException as error:  # whatever it is, nobody may wait for ever
             self._broken_by = error_kind(error)  # before anybody can know it from a result

@@ -20,7 +20,7 @@ from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.shape import LayerShape, Rotate, Slab, StateShape
 from kvpolicy.cache.static_step import StaticStep
 from kvpolicy.compat import cache_argument, layer_configs
-from kvpolicy.devices import upload
+from kvpolicy.devices import as_current, upload
 from kvpolicy.errors import KVPolicyError, ModelError, error_summary
 from kvpolicy.model.annotating import input_hook
 from kvpolicy.model.attention import attention_function
@@ -352,10 +352,11 @@ class ModelAdapter:
         copy = self._twin if given.embedded is None else self._embedding_twin
         twin, step = copy.current(), given.step
         try:
-            if isinstance(step, StaticStep):
-                logits, given.states = self._run_static(twin, step, given)
-                return logits, given.states
-            logits = self._run_eagerly(twin, step, given)
+            with as_current(self.device):
+                if isinstance(step, StaticStep):
+                    logits, given.states = self._run_static(twin, step, given)
+                    return logits, given.states
+                logits = self._run_eagerly(twin, step, given)
         except BaseException:
             if isinstance(step, EagerStep):
                 step.discard()

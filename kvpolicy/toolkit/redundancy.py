@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvpolicy.devices import runs_in_triton
+from kvpolicy.devices import as_current, runs_in_triton
 from kvpolicy.toolkit.ranking import take_rows
 
 Retain = Literal["last", "first"]
@@ -40,7 +40,8 @@ def key_redundancy(keys: Tensor, *, threshold: float, retain: Retain = "last") -
     if runs_in_triton(keys) and keys.dtype != torch.float64:  # few GPUs multiply fp64 there
         from kvpolicy.toolkit import triton_redundancy
 
-        return triton_redundancy.key_redundancy(keys, threshold=threshold, retain=retain)
+        with as_current(keys.device):
+            return triton_redundancy.key_redundancy(keys, threshold=threshold, retain=retain)
     keys = keys.float()
     unit = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8)
     total = (unit * (unit.sum(dim=2, keepdim=True) - unit)).sum(dim=3)  # [B, H_kv, T]

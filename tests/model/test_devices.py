@@ -1,5 +1,8 @@
 """A model split over two devices, as with a ``device_map``, gives the same tokens."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import attrs
 import pytest
 import torch
@@ -9,6 +12,8 @@ from tiny import tiny_model
 from torch import Tensor, nn
 
 from kvpolicy import Engine, Plan, Sampling, hookimpl
+from kvpolicy.devices import as_current
+from kvpolicy.model import adapter
 from kvpolicy.state import Registers
 
 PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 10]
@@ -24,6 +29,35 @@ def model_on_two_devices(**options: object) -> nn.Module:
     model = tiny_model(num_layers=3, **options)
     spread(model, first_moved=1)
     return model
+
+
+def test_the_device_of_a_model_is_the_current_one_in_each_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels of Triton run on the current GPU, and graphs are captured there."""
+    current, seen = [], []
+
+    @contextmanager
+    def noted(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(adapter, "as_current", noted)
+    model = tiny_model()
+    model.model.norm.register_forward_pre_hook(lambda *_: seen.append([*current]))
+    tokens(model, Plan.uniform("full"))
+    assert len(seen) > 7
+    assert all(one == [torch.device("cpu")] for one in seen)
+
+
+def test_only_gpus_are_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda one: made.append(one) or nullcontext())
+    for device in map(torch.device, ("cpu", "meta", "cuda:1")):
+        with as_current(device):
+            pass
+    assert made == [torch.device("cuda:1")]
 
 
 def test_mixing_tensors_of_two_devices_raises() -> None:

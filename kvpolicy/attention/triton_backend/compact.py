@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpolicy.devices import as_current
 from kvpolicy.triton_common import power_of_2, row_start, row_strides
 
 _BLOCK = 64  # rows moved at once
@@ -131,27 +132,28 @@ def compact(
     keep, num_kept, num_rows = (each.contiguous() for each in (keep, num_kept, num_rows))
     dim = slab.shape[3] if slab.dim() == 4 else 1
     columns = min(_COLUMNS, power_of_2(dim))
-    _compact[len(slots), slab.shape[1], triton.cdiv(dim, columns)](
-        slab,
-        keep,
-        slots,
-        num_kept,
-        num_rows,
-        slots if start is None else start,
-        area,
-        slots if lanes is None else lanes,
-        keep.shape[2],
-        slab.shape[2],
-        *row_strides(slab),
-        *row_strides(area),
-        STARTS=start is not None,
-        BESIDE=beside is not None,
-        FILL=fill,
-        HEADS=slab.shape[1],
-        DIM=dim,
-        COLUMNS=columns,
-        BLOCK=_BLOCK,
-    )
+    with as_current(slab.device):
+        _compact[len(slots), slab.shape[1], triton.cdiv(dim, columns)](
+            slab,
+            keep,
+            slots,
+            num_kept,
+            num_rows,
+            slots if start is None else start,
+            area,
+            slots if lanes is None else lanes,
+            keep.shape[2],
+            slab.shape[2],
+            *row_strides(slab),
+            *row_strides(area),
+            STARTS=start is not None,
+            BESIDE=beside is not None,
+            FILL=fill,
+            HEADS=slab.shape[1],
+            DIM=dim,
+            COLUMNS=columns,
+            BLOCK=_BLOCK,
+        )
 
 
 @triton.jit
