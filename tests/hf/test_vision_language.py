@@ -38,6 +38,8 @@ def tiny_vlm(kind: str) -> Any:
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
     model.generation_config.eos_token_id = None
+    if getattr(model.config, "eos_token_id", None) is not None:  # of Fuyu in older releases
+        model.config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.float().eval()
 
