@@ -8,13 +8,14 @@ graph.
 
 from collections import abc
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvpolicy.cache.eager_step import EagerStep
 from kvpolicy.cache.kv_cache import KVCache
 from kvpolicy.cache.static_step import StaticStep
-from kvpolicy.devices import HAS_NUMBA
+from kvpolicy.devices import HAS_NUMBA, upload
 from kvpolicy.engine.requests.sequence import Sequence
 from kvpolicy.engine.step import Drawn, Output, Step
 from kvpolicy.model.adapter import ModelAdapter
@@ -146,7 +147,8 @@ class Runner:
             (output.opened.commit if step.error is None else output.opened.discard)()
             return
         if not step.draws and step.error is None:
-            tokens = torch.tensor([token for (token,) in drawn.tokens], device=output.logits.device)
+            of_each = np.array([token for (token,) in drawn.tokens])
+            tokens = upload(of_each, output.logits.device)
             static.finish(output.logits, output.states, tokens)
         if not step.is_counted:
             static.count([num > 0 for num in num_new])

@@ -87,9 +87,9 @@ class FusedPrompts:
         self._program = self.fused = self.problem = None
         module = module_of(call)
         try:
-            program = self._fused(call, device)
+            program, precision = self._fused(call, device)
             self._seen = Seen(module)  # weights may have moved
-            self._check(program, call, device)
+            self._check(program, precision, call, device)
             if self._seen.holds(module):
                 self._program = program
             else:  # it would be recorded before each chunk
@@ -104,8 +104,8 @@ class FusedPrompts:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # where weights were before they were joined
 
-    def _fused(self, call: Callable[..., Any], device: torch.device) -> Program:
-        """What runs a chunk in fewer kernels.
+    def _fused(self, call: Callable[..., Any], device: torch.device) -> tuple[Program, torch.dtype]:
+        """What runs a chunk in fewer kernels, and the precision of the model.
 
         Raises:
             NotRecordableError: There is no such thing.
@@ -121,9 +121,16 @@ class FusedPrompts:
         if not any(self.fused.values()):
             msg = "it has no norms, rotations, gates or products that are known"
             raise NotRecordableError(msg)
-        return recording.program(inputs, {ATTEND: store_and_attend, **kernels_on(device)})
+        program = recording.program(inputs, {ATTEND: store_and_attend, **kernels_on(device)})
+        return program, recording.precision
 
-    def _check(self, program: Program, call: Callable[..., Any], device: torch.device) -> None:
+    def _check(
+        self,
+        program: Program,
+        precision: torch.dtype,
+        call: Callable[..., Any],
+        device: torch.device,
+    ) -> None:
         """Compare a program with the model.
 
         Raises:
@@ -133,7 +140,7 @@ class FusedPrompts:
         (found, _), (expected, _) = (
             self._forward(run, *tried)() for run in (program, _as_it_is(call))
         )
-        if not are_close(found, expected):
+        if not are_close(found, expected, precision):
             msg = "it would compute other numbers"
             raise NotRecordableError(msg)
 

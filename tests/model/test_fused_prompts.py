@@ -126,9 +126,8 @@ def test_hooks_of_users_run() -> None:
     assert adapter.prompts_problem is None
 
 
-def test_a_recording_that_computes_other_numbers_is_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def multiply_by(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have recordings compute other logits than the model."""
     fuse = fused_prompts.fuse
 
     def wrong(recording: Any) -> Any:
@@ -136,15 +135,42 @@ def test_a_recording_that_computes_other_numbers_is_not_used(
         (output,) = (node for node in recording.graph.nodes if node.op == "output")
         logits, states = output.args[0]
         with recording.graph.inserting_before(output):
-            doubled = recording.graph.call_function(torch.ops.aten.mul.Scalar, (logits, 2))
-        output.args = ((doubled, states),)
+            other = recording.graph.call_function(torch.ops.aten.mul.Scalar, (logits, factor))
+        output.args = ((other, states),)
         return counts
 
     monkeypatch.setattr(fused_prompts, "fuse", wrong)
+
+
+def test_a_recording_that_computes_other_numbers_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    multiply_by(2, monkeypatch)
     adapter, tokens = ModelAdapter(deepcopy(family_model("llama"))), a_batch(1, 5)
     found = of_adapter(adapter, tokens, fuses=True)
     torch.testing.assert_close(found, of_adapter(adapter, tokens, fuses=False))
     assert "other numbers" in (adapter.prompts_problem or "")
+
+
+class InFull(torch.nn.Linear):
+    """A head that gives logits of 32 bits."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return super().forward(states).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_numbers_may_differ_by_the_rounding_of_the_weights(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply_by(1.04, monkeypatch)
+    model = deepcopy(family_model("llama")).to(dtype)
+    weight = model.lm_head.weight
+    model.lm_head = InFull(*reversed(weight.shape), bias=False).to(dtype)
+    model.lm_head.weight = weight
+    adapter = ModelAdapter(model)
+    of_adapter(adapter, a_batch(1, 5), fuses=True)
+    assert (adapter.prompts_problem is None) == (dtype == torch.bfloat16)
 
 
 def test_a_model_that_each_forward_changes_is_left_alone() -> None:

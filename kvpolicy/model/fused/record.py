@@ -136,6 +136,12 @@ class Recording:
     tensors: dict[str, Tensor]
     output: Any
 
+    @property
+    def precision(self) -> torch.dtype:
+        """The lowest precision of the numbers that it is given, such as weights."""
+        dtypes = (one.dtype for one in self.tensors.values() if one.is_floating_point())
+        return min(dtypes, key=lambda dtype: dtype.itemsize)
+
     def program(
         self,
         inputs: Sequence[Tensor] = (),

@@ -59,20 +59,19 @@ def fused(run: Callable[[], Output], *, binds: bool = False) -> Fused:
     if not any(counts.values()):
         problem = "it has no norms, rotations, gates or products that are known"
         return Fused(run, counts, problem)
-    dtypes = [one.dtype for one in recording.tensors.values() if one.is_floating_point()]
-    if not are_close(found, logits, min(dtypes, key=lambda dtype: dtype.itemsize)):
+    if not are_close(found, logits, recording.precision):
         return Fused(run, counts, "it would compute other numbers")
     return Fused(program, counts, None)
 
 
-def are_close(found: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> bool:
+def are_close(found: Tensor, expected: Tensor, precision: torch.dtype) -> bool:
     """Whether logits are equal up to rounding, by the norm of their difference.
 
     Args:
         found: Logits.
         expected: Others.
-        dtype: What numbers were rounded to on the way to them; by default, what they have.
+        precision: What numbers were rounded to on the way to them.
     """
-    share = 0.1 if (dtype or expected.dtype).itemsize < 4 else 0.01
+    share = 0.1 if precision.itemsize < 4 else 0.01
     distance = (found.float() - expected.float()).norm()
     return not distance > share * expected.float().norm()  # NaN is no matter of how it is run
