@@ -22,8 +22,9 @@ PROMPTS = [[5, 9, 40, 2, 2, 7, 11], [1, 2], [3, 8] * 6]
 # Each keeps its layers under another name; the second has one KV head, the last is a part.
 NAMES = ["GPT2LMHeadModel", "GPTBigCodeForCausalLM", "BertLMHeadModel", "MllamaForCausalLM"]
 WITH_HEADS_BY_LAYER = "MiMoV2FlashForCausalLM"
-# Those of older releases warn, or fail in `generate` with a tiny configuration.
-NEWER = ("GPTBigCodeForCausalLM", "DbrxForCausalLM")
+# Those of older releases warn, fail in `generate` with a tiny configuration, or are refused: their
+# layers pass nothing on to their attention.
+NEWER = ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "DbrxForCausalLM")
 
 
 @cache
