@@ -178,7 +178,7 @@ def measure(model_name: str, task: str, budgets: list[int], num: int, seed: int)
         counts[str(budget)] = len(longer)
         each = [recalls(model, text, budget) for text in longer]
         for name in SERIES if each else ():
-            interval = mean([one[name] for one in each])
+            interval = mean([one[name] for one in each], least=0, most=1)
             table[name][str(budget)] = [round(x, 4) for x in attrs.astuple(interval)]
     return {"model": model_name, "task": task, "texts": counts, "recall": table}
 

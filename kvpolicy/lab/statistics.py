@@ -70,11 +70,13 @@ def pass_at_1(attempts: Sequence[Sequence[bool]]) -> Interval:
     return _wilson(share, min(max(effective, num_questions), num_samples))
 
 
-def mean(values: Sequence[float]) -> Interval:
-    """Estimate a mean with the interval of Student's t.
+def mean(values: Sequence[float], *, least: float = -math.inf, most: float = math.inf) -> Interval:
+    """Estimate a mean with the interval of Student's t, within the range of the quantity.
 
     Args:
         values: At least one number; the interval of a single number has no width.
+        least: The least that the quantity can be, see `_within`.
+        most: The most that it can be.
     """
     n = len(values)
     centre = math.fsum(values) / n
@@ -82,7 +84,7 @@ def mean(values: Sequence[float]) -> Interval:
         return Interval(centre, centre, centre)
     variance = math.fsum((value - centre) ** 2 for value in values) / (n - 1)
     half = _t_95(n - 1) * math.sqrt(variance / n)
-    return Interval(centre, centre - half, centre + half)
+    return _within(Interval(centre, centre - half, centre + half), least, most)
 
 
 def _t_95(freedom: int) -> float:
@@ -92,26 +94,24 @@ def _t_95(freedom: int) -> float:
     return float(stdtrit(freedom, 0.975))
 
 
-def within(found: Interval, least: float, most: float) -> Interval:
+def _within(found: Interval, least: float, most: float) -> Interval:
     """Cut an interval at the ends of the range that its quantity has.
 
-    The interval of a mean of shares near 0 or 1 would reach beyond them.
-
-    Args:
-        found: The interval.
-        least: The least that the quantity can be.
-        most: The most that it can be; a value out of the range stays in its interval.
+    With few numbers, the interval of a mean of shares reaches beyond 0 or 1, and that of lengths
+    or seconds below 0. What is cut off cannot be the true value, so that the rest contains it as
+    often as the whole. A value out of the range stays in its interval.
     """
     low, high = max(found.low, least), min(found.high, most)
     return Interval(found.value, min(low, found.value), max(high, found.value))
 
 
-def ratio(parts: Sequence[float], wholes: Sequence[float]) -> Interval:
+def ratio(parts: Sequence[float], wholes: Sequence[float], *, least: float = -math.inf) -> Interval:
     """Estimate a ratio of two sums, such as loss per token over texts of different lengths.
 
     Args:
         parts: Numerators, one for each text.
         wholes: Denominators, one for each text; all above 0.
+        least: The least that the ratio can be, as for `mean`.
 
     Returns:
         ``sum(parts) / sum(wholes)`` with the linearised interval, by Student's t. Texts vary, not
@@ -124,7 +124,7 @@ def ratio(parts: Sequence[float], wholes: Sequence[float]) -> Interval:
     residuals = [part - value * size for part, size in zip(parts, wholes, strict=True)]
     variance = n / (n - 1) * math.fsum(residual**2 for residual in residuals)
     half = _t_95(n - 1) * math.sqrt(variance) / whole
-    return Interval(value, value - half, value + half)
+    return _within(Interval(value, value - half, value + half), least, math.inf)
 
 
 def paired_proportions(both: int, only_a: int, only_b: int, neither: int) -> Interval:

@@ -26,7 +26,10 @@ from kvpolicy.lab.statistics import (
     sign_test,
     wilson,
 )
-from kvpolicy.lab.tasks.task import mean_of
+from kvpolicy.lab.tasks.likelihood import LOSS, NUM_SCORED, Agreement, Perplexity
+from kvpolicy.lab.tasks.repetition import Repetition
+from kvpolicy.lab.tasks.retention import Retention
+from kvpolicy.lab.tasks.task import LENGTH, Column, Metric, mean_of
 
 
 @pytest.mark.parametrize(
@@ -106,6 +109,33 @@ def test_the_mean_of_shares_has_an_interval_of_shares(values: list[float]) -> No
     assert found.value == plain.value
     assert 0 <= found.low <= found.value <= found.high <= 1
     assert (found.low, found.high) == (max(plain.low, 0), min(plain.high, 1))
+
+
+METRICS: list[Metric] = [Agreement(), Perplexity(), Repetition(), Retention()]
+NOT_NEGATIVE = [one for metric in METRICS for one in metric.columns if not one.is_share]
+
+
+@pytest.mark.parametrize("column", [LENGTH, *NOT_NEGATIVE], ids=lambda one: one.name)
+def test_intervals_of_two_examples_do_not_go_below_the_least_value(column: Column) -> None:
+    least = {"loop_period": 1.0, "perplexity": 1.0}.get(column.name, 0.0)
+    values = [{column.name: num, LOSS: num, NUM_SCORED: 10.0} for num in (1.0, 100.0)]
+    few = [
+        sample(CELLS[0], item, num_tokens=int(one[LOSS]), values=one)
+        for item, one in enumerate(values)
+    ]
+    found = column.estimate(few)
+    assert found is not None
+    assert least == found.low < found.value < found.high
+
+
+def test_quantities_of_either_sign_have_intervals_of_both() -> None:
+    column = mean_of("change", "change", "Change")
+    found = column.estimate(
+        [sample(CELLS[0], item, values={"change": num}) for item, num in enumerate((1.0, 100.0))]
+    )
+    assert found is not None
+    assert found.low < 0
+    assert found == mean([1.0, 100.0])
 
 
 def test_the_mean_of_equal_numbers_has_no_width() -> None:

@@ -100,7 +100,7 @@ def _measured(column: Column) -> Quantity:
 def _memory(cell: PooledCell) -> Interval | None:
     """Mean over items: attempts at one item are not independent."""
     held = mean_by_example(cell.samples, lambda one: one.peak_bytes if _is_complete(one) else None)
-    return mean(list(held.values())) if held else None
+    return mean(list(held.values()), least=0) if held else None
 
 
 def _is_complete(sample: Sample) -> bool:
@@ -109,7 +109,7 @@ def _is_complete(sample: Sample) -> bool:
 
 def _speed(cell: PooledCell) -> Interval | None:
     sums = sums_by_example(cell.samples, _tokens_and_seconds).values()
-    return ratio(*zip(*sums, strict=True)) if sums else None
+    return ratio(*zip(*sums, strict=True), least=0) if sums else None
 
 
 def _tokens_and_seconds(sample: Sample) -> tuple[float, float] | None:

@@ -82,8 +82,8 @@ class Perplexity(PlainMetric):
         """Mean negative log-likelihood of a token in nats, and its exponential."""
         heading = "Negative log-likelihood, nats per token"
         return (
-            ratio_of("nll", "nats/token", heading, _scored),
-            ratio_of("perplexity", "perplexity", "Perplexity", _scored, math.exp),
+            ratio_of("nll", "nats/token", heading, _scored, least=0),
+            ratio_of("perplexity", "perplexity", "Perplexity", _scored, math.exp, least=0),
         )
 
     def begin(
@@ -182,11 +182,12 @@ class Agreement(PlainMetric):
         """Matching tokens, divergence, and tokens before the first difference."""
         return (
             mean_of(MATCH, "same token", "Tokens that match the full cache's", is_share=True),
-            mean_of(KL, "KL, nats", "KL from the full cache, nats per token"),
+            mean_of(KL, "KL, nats", "KL from the full cache, nats per token", least=0),
             mean_of(
                 FIRST_DIFFERENCE,
                 "parts after",
                 "Tokens before the first difference",
+                least=0,
                 more_is_better=True,
             ),
         )

@@ -116,8 +116,8 @@ class Repetition(PlainMetric):
             mean_of(
                 REPEATED, "4-grams again", "Repeated 4-grams", is_share=True, more_is_better=False
             ),
-            mean_of(PERIOD, "period", "Period of loops, tokens"),
-            mean_of(START, "loop from", "Tokens before the loop", more_is_better=True),
+            mean_of(PERIOD, "period", "Period of loops, tokens", least=1),
+            mean_of(START, "loop from", "Tokens before the loop", least=0, more_is_better=True),
         )
 
     def begin(

@@ -80,7 +80,7 @@ class Retention(PlainMetric):
         return (
             mean_of(RETAINED, "attention held", "Attention on the rows held", is_share=True),
             mean_of(LOOK_BACKS_HELD, "look-backs held", "Look-backs to rows held", is_share=True),
-            mean_of(ERROR, "output error", "Relative error of the attention output"),
+            mean_of(ERROR, "output error", "Relative error of the attention output", least=0),
         )
 
     def begin(

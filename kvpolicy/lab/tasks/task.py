@@ -24,7 +24,7 @@ from kvpolicy.engine.requests.results import Result
 from kvpolicy.entry_points import distribution, installed, load_installed, nearest
 from kvpolicy.errors import KVPolicyError, TaskError, refusal_reason
 from kvpolicy.lab.shared import Shared
-from kvpolicy.lab.statistics import Interval, mean, pass_at_1, ratio, within
+from kvpolicy.lab.statistics import Interval, mean, pass_at_1, ratio
 from kvpolicy.lab.store.records import Breakdown, ColumnInfo, Sample
 from kvpolicy.plugin_code import plugin_code
 
@@ -299,6 +299,7 @@ def mean_of(
     value: Callable[[Sample], float | None] | None = None,
     *,
     is_share: bool = False,
+    least: float = -math.inf,
     more_is_better: bool | None = None,
 ) -> Column:
     """Make a column for the mean of a quantity over the examples.
@@ -308,17 +309,18 @@ def mean_of(
         title: Its short name in tables.
         heading: Its name in plots.
         value: The quantity of one sample; by default the value ``name`` of its outcome.
-        is_share: Whether it is shown in percent.
+        is_share: Whether it lies between 0 and 1 and is shown in percent.
+        least: The least that another quantity can be, such as 0 for seconds: its interval does not
+            go below.
         more_is_better: Whether a larger one is better; by default a share is.
     """
     of_sample = value or (lambda sample: sample.values.get(name))
 
+    ends = (0.0, 1.0) if is_share else (least, math.inf)
+
     def estimate(samples: Sequence[Sample]) -> Interval | None:
         means = mean_by_example(samples, of_sample)
-        if not means:
-            return None
-        found = mean(list(means.values()))
-        return within(found, 0.0, 1.0) if is_share else found
+        return mean(list(means.values()), least=ends[0], most=ends[1]) if means else None
 
     is_better = is_share if more_is_better is None else more_is_better
     return Column(name, title, heading, of_sample, estimate, is_share, more_is_better=is_better)
@@ -365,6 +367,8 @@ def ratio_of(
     heading: str,
     parts: Callable[[Sample], tuple[float, float] | None],
     of_ratio: Callable[[float], float] = float,
+    *,
+    least: float = -math.inf,
 ) -> Column:
     """Make a column for a ratio of sums over the examples, such as the loss of all tokens.
 
@@ -374,6 +378,7 @@ def ratio_of(
         heading: Its name in plots.
         parts: Numerator and denominator of one sample; ``None`` if it has none.
         of_ratio: Rising function of the ratio that is shown.
+        least: The least that the ratio can be, as for `mean_of`.
     """
 
     def value(sample: Sample) -> float | None:
@@ -384,7 +389,7 @@ def ratio_of(
         sums = sums_by_example(samples, parts).values()
         if not sums:
             return None
-        found = ratio(*zip(*sums, strict=True))
+        found = ratio(*zip(*sums, strict=True), least=least)
         return Interval(of_ratio(found.value), of_ratio(found.low), of_ratio(found.high))
 
     return Column(name, title, heading, value, estimate, parts=parts, of_ratio=of_ratio)
@@ -432,7 +437,7 @@ def _num_tokens(sample: Sample) -> float | None:
     return None if sample.finish_reason == "error" else float(sample.num_tokens)
 
 
-LENGTH = mean_of("length", "tokens", "Generated tokens", _num_tokens)
+LENGTH = mean_of("length", "tokens", "Generated tokens", _num_tokens, least=0)
 ACCURACY = share_of("accuracy", "accuracy", "Accuracy", _is_correct)
 
 
