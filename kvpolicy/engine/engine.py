@@ -47,7 +47,7 @@ from kvpolicy.plan.plan import Plan
 from kvpolicy.plan.resolved import ResolvedPlan
 
 DEFAULT_SLOTS = 8
-DEFAULT_STEPS_PER_READ = 2  # on a GPU
+MOST_STEPS_PER_READ = 2  # so many on a GPU
 DEFAULT_NEW_TOKENS = 256
 
 
@@ -113,10 +113,10 @@ class Engine(BoundPlan):
                 model is left as it is; to release them, give ``packed_model(model,
                 release=True)`` for the model instead.
             steps_per_read: The most static decode steps that are launched before the tokens of the
-                first of them are read. With 2 or more, the next step is launched before the tokens
-                of the last are looked at, so that a GPU does not wait for the host; more than 2
-                are never launched. Stop strings, cancelling and new requests take effect when
-                tokens are read; results are the same. ``None``: 2 on a GPU, and 1 on a CPU.
+                first of them are read, 1 or 2. With 2, the next step is launched before the tokens
+                of the last are looked at, so that a GPU does not wait for the host. Stop strings,
+                cancelling and new requests take effect when tokens are read; results are the
+                same. ``None``: 2 on a GPU, and 1 on a CPU.
             prefix_store: A `PrefixStore`, which keeps rows of prompts and of conversations for
                 requests that begin with the same tokens; these compute the rest only. ``None``:
                 nothing is reused.
@@ -131,6 +131,12 @@ class Engine(BoundPlan):
         check_sizes(slots=slots)
         if steps_per_read is not None:
             check_sizes(steps_per_read=steps_per_read)
+            if steps_per_read > MOST_STEPS_PER_READ:
+                msg = (
+                    f"the engine was given steps_per_read={steps_per_read}; give 1 or 2: it "
+                    "launches one step more, and no others, before it reads the tokens of one"
+                )
+                raise KVPolicyError(msg)
         if wants_packing(cpu_weights):
             if isinstance(model, ModelAdapter):
                 msg = (
@@ -157,7 +163,7 @@ class Engine(BoundPlan):
         if prefix_store is not None:
             self.prefixes = bind_prefixes(prefix_store, self)
         on_cpu = self.adapter.device.type == "cpu"
-        self.steps_per_read = steps_per_read or (1 if on_cpu else DEFAULT_STEPS_PER_READ)
+        self.steps_per_read = steps_per_read or (1 if on_cpu else MOST_STEPS_PER_READ)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copies and pickles, which would share slots, threads and files.

@@ -212,7 +212,7 @@ def check_alike(model: PreTrainedModel, *variants: dict[str, Any], **shared: Any
             assert_equal(seen[key], notes)
 
 
-VARIANTS = [{"chunk": 1, "slots": 1}, {"chunk": 5, "steps_per_read": 4}, {"eager": True}]
+VARIANTS = [{"chunk": 1, "slots": 1}, {"chunk": 5, "steps_per_read": 2}, {"eager": True}]
 
 
 def test_chunks_neighbours_and_paths_do_not_matter() -> None:

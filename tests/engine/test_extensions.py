@@ -51,7 +51,7 @@ def test_an_extension_reads_the_tokens_and_the_states_of_every_step(eager: bool)
     model = tiny_model(dtype=torch.float64)
     plan = Plan.uniform("full")
     engine = Engine(
-        model, plan=plan, slots=2, chunk=16, eager=eager, steps_per_read=4, extensions=[Recorder]
+        model, plan=plan, slots=2, chunk=16, eager=eager, steps_per_read=2, extensions=[Recorder]
     )
     run = engine.generate(PROMPTS, max_new_tokens=9, stop_ids=())
     results = run.results()

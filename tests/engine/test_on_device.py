@@ -47,7 +47,7 @@ def test_batched_sequence_equals_sequence_alone(
     """In any read of tokens, too, and on either path of steps."""
     plan = Plan.uniform(*stack, budget=16, buffer=4)
     model = model_on(device)
-    batch = Engine(model, plan=plan, slots=3, steps_per_read=5)
+    batch = Engine(model, plan=plan, slots=3, steps_per_read=2)
     alone = Engine(model, plan=plan, slots=1, steps_per_read=1, eager=True)
     expected = [alone.generate([one], max_new_tokens=30).results()[0] for one in PROMPTS]
     found = batch.generate(PROMPTS, max_new_tokens=30).results()

@@ -77,14 +77,9 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 @costly
-@given(
-    st.sampled_from(sorted(PLANS)), st.lists(requests(), min_size=1, max_size=6), st.integers(2, 3)
-)
-def test_results_do_not_depend_on_steps_per_read(
-    name: str, given_requests: list[Request], steps_per_read: int
-) -> None:
-    expected = outcomes(name, given_requests, 1)
-    assert outcomes(name, given_requests, steps_per_read) == expected
+@given(st.sampled_from(sorted(PLANS)), st.lists(requests(), min_size=1, max_size=6))
+def test_results_do_not_depend_on_steps_per_read(name: str, given_requests: list[Request]) -> None:
+    assert outcomes(name, given_requests, 2) == outcomes(name, given_requests, 1)
 
 
 @pytest.mark.parametrize("name", ["streaming", "h2o", "rkv", "mixed"])
@@ -129,7 +124,7 @@ def test_a_sequence_that_ended_before_it_was_evicted_counts_nothing_of_it(number
 
 
 def test_a_stream_reads_every_token() -> None:
-    engine = Engine(shared_model(), plan=PLANS["full"], steps_per_read=8)
+    engine = Engine(shared_model(), plan=PLANS["full"], steps_per_read=2)
     stream = engine.stream([5, 6, 7], max_new_tokens=12, stop_ids=())
     expected = greedy_tokens(shared_model(), [5, 6, 7], 12)
     for number, token in enumerate(stream):
@@ -151,7 +146,7 @@ class FailsLater:
         return torch.zeros_like(hidden_states)
 
 
-@pytest.mark.parametrize("steps_per_read", [1, 4, 9])
+@pytest.mark.parametrize("steps_per_read", [1, 2])
 def test_tokens_before_a_failing_steer_are_kept(steps_per_read: int) -> None:
     model = shared_model(**DOUBLE)
     expected = greedy_tokens(model, [5, 6, 7], 12)
@@ -167,7 +162,7 @@ def test_tokens_before_a_failing_steer_are_kept(steps_per_read: int) -> None:
         engine.generate([[5, 6, 7]], max_new_tokens=12, stop_ids=()).results()
 
 
-@pytest.mark.parametrize("steps_per_read", [0, -1, 2.0, True, "8"])
+@pytest.mark.parametrize("steps_per_read", [0, -1, 2.0, True, "2", 3])
 def test_wrong_steps_per_read_is_refused(steps_per_read: Any) -> None:
     with pytest.raises(KVPolicyError, match="steps_per_read"):
         Engine(shared_model(), plan=PLANS["full"], steps_per_read=steps_per_read)

@@ -75,7 +75,7 @@ def test_tokens_are_drawn_in_the_graph() -> None:
 @pytest.mark.nightly
 def test_several_steps_are_read_together() -> None:
     model, given = tiny_model(), requests(drawn=True)
-    several = tokens(model, PLANS["h2o"], given, compile=True, steps_per_read=4)
+    several = tokens(model, PLANS["h2o"], given, compile=True, steps_per_read=2)
     assert several == tokens(model, PLANS["h2o"], given)
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -217,7 +217,7 @@ def test_policies_annotate_within_the_graph(family: str, in_step: bool) -> None:
     for compiled in (True, False):
         annotations = Annotations(annotates_in_step=in_step)
         plan = Plan.uniform(annotations, budget=12, buffer=5)
-        answers.append(tokens(model, plan, given, compile=compiled, steps_per_read=3))
+        answers.append(tokens(model, plan, given, compile=compiled, steps_per_read=2))
         calls.append(annotations.calls)
     assert answers[0] == answers[1] != tokens(model, Plan.uniform("full"), given)
     assert calls[0] == calls[1] > 10

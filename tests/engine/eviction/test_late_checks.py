@@ -118,7 +118,7 @@ def test_the_same_requests_end_with_the_same_error(make: Callable[[], object]) -
         name = type(stack[0] if "streaming" not in stack else stack[1]).__name__
         assert name.lower().startswith(str(at_once[1].error).split("'")[1].replace("_", "")[:5])
         assert "at layer 1" in str(at_once[1].error)
-        for alike, steps in ((True, 4), (False, 1)):
+        for alike, steps in ((True, 2), (False, 1)):
             run = start(
                 stack, defers=True, alike=alike, steps_per_read=steps, on_hook_error="answer"
             )

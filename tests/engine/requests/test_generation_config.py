@@ -43,7 +43,7 @@ ENDS = {"eos_token_id": FOLLOWED["eos_token_id"]}
 WAYS: dict[str, dict[str, Any]] = {
     "static": {},
     "eager": {"eager": True},
-    "steps read together": {"steps_per_read": 3},
+    "steps read together": {"steps_per_read": 2},
     "one slot": {"slots": 1},
     "chunks": {"chunk": 2},
 }
@@ -124,7 +124,7 @@ def test_sequences_with_processors_leave_the_others_as_they_are() -> None:
     drawn = Sampling(temperature=1.3, seed=5)
     requests = [Request(PROMPTS[0], 15), Request(PROMPTS[2], 15, penalty), Request([9], 9, drawn)]
     alone = [tokens(model, [request])[0] for request in requests]
-    assert tokens(model, requests, steps_per_read=4) == alone
+    assert tokens(model, requests, steps_per_read=2) == alone
     assert alone[:1] == expected(model, PROMPTS[:1], 15)
 
 

@@ -22,7 +22,7 @@ VOCAB = 61
 ways = st.fixed_dictionaries(
     {
         "eager": st.booleans(),
-        "steps_per_read": st.integers(1, 4),
+        "steps_per_read": st.integers(1, 2),
         "slots": st.integers(1, 3),
         "chunk": st.sampled_from([2, 512]),
     }
@@ -113,7 +113,7 @@ def test_resumed_request_has_those_of_its_own_tokens() -> None:
 
 
 def test_request_ended_by_a_stop_string_has_one_for_each_token() -> None:
-    engine = Engine(MODEL, tiny_tokenizer(), FULL, steps_per_read=4)
+    engine = Engine(MODEL, tiny_tokenizer(), FULL, steps_per_read=2)
     (free,) = engine.generate([Request([5, 6], 12)]).results()
     assert free.text is not None
     (result,) = engine.generate([Request([5, 6], 12, stop=free.text[3:5], logprobs=0)]).results()

@@ -26,7 +26,7 @@ SAMPLINGS = {
 WAYS: dict[str, dict[str, Any]] = {
     "static": {},
     "eager": {"eager": True},
-    "steps read together": {"steps_per_read": 3},
+    "steps read together": {"steps_per_read": 2},
     "one slot": {"slots": 1},
 }
 

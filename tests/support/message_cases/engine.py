@@ -122,6 +122,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     ),
     "a model that is a name": lambda _: Engine("reasoner", None, TIGHT),
     "no slots": lambda _: engine(slots=0),
+    "more steps before tokens are read than are launched": lambda _: engine(steps_per_read=4),
     "an extension and not its class": lambda _: engine(extensions=[Extension()]),
     "one class of extensions and no list": lambda _: engine(extensions=Extension),
     "one prompt": lambda _: engine().generate("hello"),
