@@ -47,6 +47,8 @@ _OUT_OF = {
     errno.EIO,
     errno.EROFS,
 }
+# Usage errors that only the help of their command explains; other messages say what is valid.
+_OF_A_COMMAND = ("NoSuchOption", "MissingParameter")
 _PACKAGE = Path(__file__).parents[1]
 _MOST_OF_PATH = 200  # characters
 _NARROWEST, _WIDEST = 20, 1000  # columns
@@ -78,6 +80,9 @@ def answer(error: BaseException) -> int:
         typer.echo(format_message(), nl=False)  # rich has printed the help already
         return 0
     sentence = format_message() if format_message is not None else _sentence(error, problem)
+    context = getattr(error, "ctx", None)
+    if sentence is not None and context is not None and type(error).__name__ in _OF_A_COMMAND:
+        sentence = f"{sentence.rstrip('.')}; see {context.command_path} --help"
     if sentence is not None:
         info(as_sentence(sentence))
         return WRONG_INPUT

@@ -30,6 +30,8 @@ CASES = [
     case("ablte", "'ablte'", "ablate"),
     case("xyzzy", "'xyzzy'", "list", "bench"),
     case("list --jsno", "--jsno", "--json"),
+    case("plot run --output x.png", "--output", "kvpolicy plot --help"),
+    case("plan suggest", "--length", "kvpolicy plan suggest --help"),
     case("plan shw", "shw", "show"),
     case("plan show --toml --json", "--toml", "--json"),
     case("list extra", "extra"),
