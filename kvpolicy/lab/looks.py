@@ -7,7 +7,7 @@ differ in marker and line style, and a marker is seen without colour vision, too
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import count
 from typing import Any
 
@@ -88,11 +88,14 @@ def looks_of(policies: Mapping[str, str]) -> dict[str, Look]:
     """
     registered = registered_colours()
     of_colour = {name: count(start=name == INK) for name in COLOURS}  # the full cache is dashed
+    first_of: dict[str, int] = {}  # the first marker of a colour, another one for each
     looks = {}
     for series, policy in policies.items():
         colour = _colour(policy, registered)
-        nth, first = next(of_colour[colour]), list(COLOURS).index(colour)
-        marker = MARKERS[(first + nth) % len(MARKERS)]
+        if colour not in first_of:
+            first_of[colour] = _free(list(COLOURS).index(colour), first_of.values())
+        nth = next(of_colour[colour])
+        marker = MARKERS[(first_of[colour] + nth) % len(MARKERS)]
         looks[series] = Look(colour, marker, DASHES[nth % len(DASHES)])
     return looks
 
@@ -127,6 +130,12 @@ def registered_colours() -> dict[str, str]:
             continue
         found |= {policy: name for policy, name in entries.items() if str(name) in COLOURS}
     return found
+
+
+def _free(wanted: int, taken: Collection[int]) -> int:
+    """The number of a marker: the one that is wanted, or the next that is not taken, if any."""
+    turns = [(wanted + more) % len(MARKERS) for more in range(len(MARKERS))]
+    return next((number for number in turns if number not in taken), turns[0])
 
 
 def _colour(policy: str, registered: Mapping[str, str]) -> str:

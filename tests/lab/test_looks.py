@@ -2,6 +2,7 @@
 
 import sys
 from importlib.metadata import EntryPoint
+from itertools import combinations
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from kvpolicy.hooks import discovery
 from kvpolicy.lab import looks
 from kvpolicy.lab.labels import short_labels
-from kvpolicy.lab.looks import COLOURS, INK, looks_of, policy_of, registered_colours
+from kvpolicy.lab.looks import COLOURS, INK, MARKERS, looks_of, policy_of, registered_colours
 
 NAMES = st.text("abcdefgh", min_size=1, max_size=3)
 
@@ -51,6 +52,17 @@ def test_the_colour_of_a_policy_does_not_depend_on_others(
     among = looks_of({policy: policy for policy in [*others, *policies]})
     assert {policy: among[policy].colour for policy in policies} == alone
     assert INK not in alone.values()
+
+
+def test_policies_of_different_colours_have_different_markers() -> None:
+    by_colour = {looks_of({"": f"p{i}"})[""].colour: f"p{i}" for i in range(200)}
+    assert len(by_colour) == len(COLOURS) - 1
+    for some in combinations(by_colour.values(), 2):
+        assert len({look.marker for look in looks_of({name: name for name in some}).values()}) == 2
+    most = list(by_colour.values())[: len(MARKERS)]
+    assert len({look.marker for look in looks_of({name: name for name in most}).values()}) == len(
+        most
+    )
 
 
 def test_installed_policies_that_score_have_colours() -> None:
