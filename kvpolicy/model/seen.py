@@ -4,8 +4,9 @@ A recording knows tensors, and not the modules that have them. So before each us
 looked at, and the addresses of what they hold.
 """
 
-from collections.abc import Mapping, Sequence
-from operator import is_
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ class Seen:
         tables: list[Mapping[Any, Any]] = [*_GLOBAL_TABLES]
         for part in module.modules():
             tables += [vars(part), *(vars(part)[name] for name in _TABLES)]
-        self._module = module
-        self._tables = [(live, list(live.values())) for live in tables]
+        self._module, self._tables = module, tables
+        self._sizes, self._values = [*map(len, tables)], [*self._all_values()]
         self._weights = [*module.parameters(), *module.buffers()]
         self._addresses = self._with_weights(addresses)
         self._autocasts = self._autocast()
@@ -34,13 +35,15 @@ class Seen:
         """Whether nothing has changed that decides what a forward computes, and where."""
         return (
             module is self._module
-            and all(
-                len(live) == len(values) and all(map(is_, live.values(), values))
-                for live, values in self._tables
-            )
+            and [*map(len, self._tables)] == self._sizes
+            and all(map(is_, self._all_values(), self._values))
             and self._addresses == self._with_weights(addresses)
             and self._autocasts == self._autocast()
         )
+
+    def _all_values(self) -> Iterator[Any]:
+        """Of all tables, one after the other: it is asked before each step, of thousands."""
+        return chain.from_iterable(map(methodcaller("values"), self._tables))
 
     def _with_weights(self, addresses: Sequence[int]) -> list[int]:
         return [*addresses, *map(Tensor.data_ptr, self._weights)]
