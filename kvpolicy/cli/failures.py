@@ -83,6 +83,8 @@ def answer(error: BaseException) -> int:
     context = getattr(error, "ctx", None)
     if sentence is not None and context is not None and type(error).__name__ in _OF_A_COMMAND:
         sentence = f"{sentence.rstrip('.')}; see {context.command_path} --help"
+    if sentence is not None and (given := _given(error)) is not None:
+        sentence = f"{sentence.rstrip('.')}, and it is {given!r}"
     if sentence is not None:
         info(as_sentence(sentence))
         return WRONG_INPUT
@@ -168,6 +170,12 @@ class _Lenient:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _given(error: BaseException) -> str | None:
+    """The value of an option that typer refuses without saying what it was, as newer ones do."""
+    errors = getattr(error.__context__, "errors", None)  # of pydantic, which checks it
+    return shortened(str(errors()[0]["input"]), _MOST_OF_PATH) if callable(errors) else None
 
 
 def _sentence(error: BaseException, stdout_problem: OSError | None) -> str | None:
