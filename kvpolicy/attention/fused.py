@@ -6,6 +6,7 @@ keys nor values are copied, and each kernel takes them, those too that know no g
 """
 
 from functools import lru_cache
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from kvpolicy.attention.blocks import blocks
 from kvpolicy.attention.visible import Visible
+
+_CUDNN = Lock()
 
 
 def attend_fused(
@@ -29,13 +32,14 @@ def attend_fused(
     if queries.device.type == "cpu":
         return _attended(queries, keys, values, visible, scaling)
     # What torch prefers on some GPUs builds a plan for each shape, in about a second, and prompts
-    # are of any length.
-    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        return _attended(queries, keys, values, visible, scaling)
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+    # are of any length. It is told so for the whole process: engines in other threads wait.
+    with _CUDNN:
+        was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        try:
+            return _attended(queries, keys, values, visible, scaling)
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 def _attended(
