@@ -25,7 +25,7 @@ from kvpolicy.model.fused.step import Output
 from kvpolicy.model.graphs import CudaGraphs, Graph
 
 # Repetitions to come for which a chunk is captured.
-_LEAST = 4
+_LEAST = 8
 
 # Graphs, and chunks that are known: those of so many slots, or of so many chunks from one
 # compaction to the next.

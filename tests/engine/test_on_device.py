@@ -59,7 +59,7 @@ def test_batched_sequence_equals_sequence_alone(
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "snapkv", "rkv"])
 def test_long_prompts_are_replayed_on_a_gpu(device: torch.device, policy: str) -> None:
     """Chunks that repeat others leave what they leave if each is run."""
-    prompts = [[(7 * place + seed) % 59 + 1 for place in range(230)] for seed in range(3)]
+    prompts = [[(7 * place + seed) % 59 + 1 for place in range(400)] for seed in range(3)]
     plan = Plan.uniform(policy, budget=24, buffer=8, prefill_buffer=24)
     model = model_on(device)
     batch = Engine(model, plan=plan, slots=2).generate(prompts, max_new_tokens=16)

@@ -150,7 +150,7 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize("plan", PLANS)
 def test_replayed_chunks_leave_what_others_leave(plan: str, pair_of: Callable[..., Pair]) -> None:
     """Prompts of one slot and of several, whose chunks come in turns."""
-    pair = pair_of(PLANS[plan], [prompt(220), prompt(140, 1), prompt(180, 2)])
+    pair = pair_of(PLANS[plan], [prompt(360), prompt(140, 1), prompt(340, 2)])
     pair.finish()
     assert pair.graphs.num_replayed > 5
     assert pair.graphs.problem is None
@@ -164,7 +164,7 @@ def test_rows_beside_slabs_are_those_of_one_prompt(
 
     The second takes the memory that the first had when its chunk was captured.
     """
-    pair = pair_of(PLANS["h2o"], [prompt(250)], 3, chunk=12)
+    pair = pair_of(PLANS["h2o"], [prompt(330)], 3, chunk=12)
     for _ in range(num_steps):
         pair.step()
     pair.submit(prompt(150, 1))
@@ -173,7 +173,7 @@ def test_rows_beside_slabs_are_those_of_one_prompt(
 
 
 def test_short_prompts_are_not_captured(pair_of: Callable[..., Pair]) -> None:
-    pair = pair_of(PLANS["h2o"], [prompt(90)] * 6)
+    pair = pair_of(PLANS["h2o"], [prompt(150)] * 4)
     pair.finish()
     assert pair.recorder is not None
     assert pair.recorder.num_captured == 0
@@ -190,7 +190,7 @@ def test_short_prompts_are_not_captured(pair_of: Callable[..., Pair]) -> None:
 def test_chunks_that_do_not_repeat_are_not_captured(
     plan: Plan, pair_of: Callable[..., Pair]
 ) -> None:
-    pair = pair_of(plan, [prompt(200)], chunk=16)
+    pair = pair_of(plan, [prompt(270)], chunk=16)
     pair.finish()
     assert pair.recorder is not None
     assert pair.recorder.num_captured == 0
@@ -198,7 +198,7 @@ def test_chunks_that_do_not_repeat_are_not_captured(
 
 def test_a_model_that_changes_is_captured_again(pair_of: Callable[..., Pair]) -> None:
     model = qwen3()
-    pair = pair_of(PLANS["snapkv"], [prompt(300)], model=model)
+    pair = pair_of(PLANS["snapkv"], [prompt(370)], model=model)
     while not pair.graphs.num_replayed:
         pair.step()
     norm = model.model.norm
@@ -213,7 +213,7 @@ def test_a_model_that_changes_is_captured_again(pair_of: Callable[..., Pair]) ->
 
 
 def test_what_cannot_be_captured_runs_as_before(pair_of: Callable[..., Pair]) -> None:
-    pair = pair_of(PLANS["h2o"], [prompt(200)])
+    pair = pair_of(PLANS["h2o"], [prompt(270)])
     assert pair.recorder is not None
     pair.recorder.error = torch.OutOfMemoryError("no memory")
     pair.finish()
@@ -224,7 +224,7 @@ def test_what_cannot_be_captured_runs_as_before(pair_of: Callable[..., Pair]) ->
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     plan=st.sampled_from(sorted(PLANS)),
-    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=5),
+    lengths=st.lists(st.integers(1, 280), min_size=1, max_size=5),
     slots=st.integers(1, 4),
     most=st.sampled_from([9, 16, 4096]),
 )
