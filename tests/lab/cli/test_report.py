@@ -166,7 +166,7 @@ def test_a_figure_that_cannot_be_drawn_is_reported(
     untimed = write_run(tmp_path / "untimed", plans=PLANS, timed=False)
     words = ("plot", untimed, "--to", "a.svg", "--quantity", "throughput")
     assert "'throughput'" in refusal(kvpolicy(*words))
-    assert "full cache, H2O, R-KV" in actual("--to", "a.svg", "--series", "h2o")
+    assert "full cache, H2O, R-KV" in actual("--to", "a.svg", "--series", "h3o")
     write_run(tmp_path / "runs" / "two", plans=PLANS, tasks=("needle",))
     both = refusal(kvpolicy("plot", run.parent, "--to", "a.svg"))
     assert "--model reasoner --task needle" in both
